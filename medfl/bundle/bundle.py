@@ -425,7 +425,7 @@ class Bundle(Problem):
             raise InputError(
                 f"{LARGEST_COMPONENT} {largest!r} of bundle {self.name!r}, a {self.task}",
                 "true, or structures, in the federated.yaml of a segmentation with `scores: medfl`",
-                "take it out",
+                "declare both, or neither",
             )
 
         return largest

@@ -285,7 +285,7 @@ class ProtocolSettings:
         maximum=1,
     )
     patience: int = setting(
-        "stop after this many rounds without a better validation metric; default: 0 (never)",
+        "stop after this many rounds without a better validation metric; default: the bundle's protocol, or 0 (never)",
         "N",
         group=TRAINING,
         default=0,

@@ -47,14 +47,18 @@ def result_table(run_folder: Path) -> str:
     if 45 + 9 * len(columns) > screen_width():  # a narrow terminal: only the key metric
         columns = [column for column in columns if column[0] == run.key]
 
-    model = "global last" if run.judged == "received" else f"{run.judged} last"
     lines = [
         *_site_lines(run, columns),
         *_pooled_lines(run),
-        *structure_lines(run, {} if _has_one(run) else run.structures, model),
+        *structure_lines(
+            run,
+            {} if _has_one(run) else run.structures,
+            "global last" if run.judged == "received" else f"{run.judged} last",
+        ),
     ]
     summary = run.summary
     answers = {
+        "only the largest component is kept of": ", ".join(run.largest_components),
         "personal": run.personal_model,
         "received, without training images": str(summary.get("newcomers") or ""),
         **Differences(run).answers(),

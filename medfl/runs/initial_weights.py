@@ -77,10 +77,7 @@ def largest_components(text: str) -> list[str]:
     kind, _, folder = text.partition(":")
     path = Path(folder).expanduser()
     if kind == "run":
-        classes = (RunReader(path).summary.get("last") or {}).get("classes") or {}
-        return [
-            name for name, metrics in classes.items() if metrics.get(described.LARGEST_COMPONENT)
-        ]
+        return RunReader(path).largest_components
 
     if kind == "bundle":
         return described.largest_components(read_metadata(path))

@@ -359,3 +359,10 @@ class RunReader:
     def structures(self) -> Mapping[str, Config]:
         """Structure -> metrics and cases of the judged model after the last round; {} if there are none."""
         return (self.summary.get("last") or {}).get("classes") or {}
+
+    @property
+    def largest_components(self) -> list[str]:
+        """The structures of which that model keeps only the largest component."""
+        return [
+            name for name, metrics in self.structures.items() if metrics.get("largest_component")
+        ]

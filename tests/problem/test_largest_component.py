@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from medfl.bundle.bundle import Bundle
 from medfl.bundle.files import shipped_folders
+from medfl.cli import verbs as cli
 from medfl.core import InputError
 from medfl.data.prepared import Shard, Stacked
 from medfl.evaluation.evaluators import MaskEvaluator
@@ -113,3 +117,54 @@ def test_an_entry_that_names_no_structure_is_refused(entry: Any, tmp_path: Path)
     protocol.write_text(f"{protocol.read_text()}\nlargest_component: {json.dumps(entry)}\n")
     with pytest.raises(InputError, match="largest_component .* true, or structures"):
         assert Bundle(folder).evaluator
+
+
+def discs(folder: Path) -> None:
+    """Draw 24 pictures of 32 x 32 pixels: a disc, which is the structure, and a smaller one as bright as it."""
+    rows, columns = np.mgrid[:32, :32]
+    for part in ("images", "masks"):
+        (folder / part).mkdir(parents=True)
+
+    for number in range(24):
+        y, x = 10 + number % 5, 9 + number % 7
+        mask = (rows - y) ** 2 + (columns - x) ** 2 < 49
+        spot = (rows - 26) ** 2 + (columns - 25 + number % 4) ** 2 < 9
+        for part, image in (
+            ("images", 60 + 90 * (mask | spot) + 7 * columns % 13),
+            ("masks", 255 * mask),
+        ):
+            Image.fromarray(image.astype(np.uint8)).save(folder / part / f"p{number}.png")
+
+
+def test_a_sites_own_model_is_judged_alike_at_all_sites(tmp_path: Path) -> None:
+    """Its own validation items decide, also on everybody's test items: these were scored with all components."""
+    data, folder, out = (tmp_path / name for name in ("data", "bundle", "run"))
+    discs(data)
+    where = ["--images", str(data / "images"), "--masks", str(data / "masks"), "--size", "32"]
+    assert cli.main(["new", str(folder), *where]) == 0
+    with (folder / "configs/federated.yaml").open("a") as protocol:
+        protocol.write("scores: medfl\nlargest_component: true\n")
+
+    training = ["--sites", "2", "--rounds", "1", "--local-epochs", "3", "--batch-size", "2"]
+    command = ["run", str(folder), "--method", "local", "--data", str(data), *training]
+    assert cli.main([*command, "--cross-site", "--jobs", "1", "--out", str(out)]) == 0
+
+    with (out / "sites.csv").open() as table:
+        sites = {row["site"]: row for row in csv.DictReader(table)}
+
+    with (out / "cross_site.csv").open() as table:
+        rows = [row for row in csv.DictReader(table) if row["model"] == "personal"]
+
+    assert any(float(row["personal_largest_component_structure"]) for row in sites.values())
+    for row in rows:
+        if row["of"] == row["at"]:
+            assert float(row["dice"]) == float(sites[row["at"]]["personal_dice"])
+
+    summary = json.loads((out / "summary.json").read_text())
+    means = []
+    for site in sites:
+        of_site = [row for row in rows if row["of"] == site]
+        count = sum(int(row["cases"]) for row in of_site)
+        means.append(sum(int(row["cases"]) * float(row["dice"]) for row in of_site) / count)
+
+    assert summary["site_models"]["mean"]["dice"] == pytest.approx(sum(means) / len(means))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from medfl.evaluation.metrics import Cases
 from medfl.methods import load
 from medfl.report import cross_site
 from medfl.report.run_files import RunFiles
@@ -17,6 +18,7 @@ from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.monai_fl.exchange import Exchange
 from medfl.runtimes.registry import Execution
 from medfl.runtimes.simulator import Simulator
+from medfl.runtimes.tasks import ScoreSiteOnAll
 from medfl.storage.run_folder import RunFolder
 from tests.runtimes.test_task_kinds import Vectors
 from tests.support.toy import ToyBundle, run_record
@@ -100,3 +102,14 @@ def test_the_matrix_is_read_shaded_and_averaged(tmp_path: Path) -> None:
     text = (folder / "cross_site.md").read_text()
     assert f"| Personalised, y | {cells['Personalised, y', 'x'].value:.3f} |" in text
     assert f"**{cells['Personalised, y', 'y'].value:.3f}**" in text
+
+
+@pytest.mark.parametrize("kind", KEYS)
+def test_models_that_never_meet_others_images_have_no_scores_there(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a job of FLARE across machines: of findings, thresholds were asked of cases that there are not."""
+    monkeypatch.setattr(ScoreSiteOnAll, "function", lambda *arguments: Cases((), {}))
+    out = tmp_path / "run"
+    simulated(out, "local", kind, cross_site=False)
+    assert RunFiles(out).summary["site_models"] == {"mean": {"round": 2}, "sd": {"round": 2}}

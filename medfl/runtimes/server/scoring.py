@@ -327,7 +327,7 @@ class Scoring:
             judged_best = best_global
             judged_all = global_cases
         elif global_cases is None:
-            site_models = self._site_models(last, server)
+            site_models = self._site_models(server)
 
         # means over the sites are of the same sites whatever the method: newcomers use what they receive
         with_newcomers = {**pick(received, newcomers), **judged_scores}
@@ -518,11 +518,7 @@ class Scoring:
             return {}
 
         among = self.names if self.run.eval_every else self.federation.cohort(last)
-        names = []
-        for name in among:
-            if len(self.federation.shard(name, "test")):
-                names.append(name)
-
+        names = [name for name in among if len(self.federation.shard(name, "test"))]
         if methods.has_site_models(self.method):
             return self._personal_tested(last, server, names)
         if not self.run.score_trained:
@@ -542,12 +538,12 @@ class Scoring:
         They get the global model if there is one. Returns site -> outcomes, and a description of what was scored, ""
         for no such site.
         """
-        names = []
-        for name in self.federation.names:
-            trains = len(self.federation.shard(name, "train"))
-            if not trains and len(self.federation.shard(name, "test")):
-                names.append(name)
-
+        shard = self.federation.shard
+        names = [
+            name
+            for name in self.federation.names
+            if len(shard(name, "test")) and not len(shard(name, "train"))
+        ]
         if not names or self.method.judged != "personal":
             return {}, ""
         if global_by_site:
@@ -555,11 +551,8 @@ class Scoring:
 
         score = partial(tasks.ScoreNewcomer, last, server)
         answers = self.dispatcher.at_server([partial(score, name, self.sections) for name in names])
-        by_site = {}
-        for name, cases in zip(names, answers, strict=True):
-            if cases is not None:
-                by_site[name] = self._decided(cases)
-
+        pairs = zip(names, answers, strict=True)
+        by_site = {name: self._decided(cases) for name, cases in pairs if cases is not None}
         return by_site, _RECEIVED if by_site else _NOTHING
 
     def _personal_model(self) -> dict[str, str]:
@@ -572,36 +565,42 @@ class Scoring:
 
         return {}
 
-    def _site_models(self, last: int, server: State) -> dict[str, Metrics] | None:
+    def _site_models(self, server: State) -> dict[str, Metrics] | None:
         """Score each site's own model on all test items: mean and sd over the sites, not their ensemble."""
         # n models on the items of n sites: quadratic in n
         count = min(len(self.names), _MAX_SCORED)
         names = [self.names[i * len(self.names) // count] for i in range(count)]
-        answers = self.dispatcher.at_sites(tasks.ScoreSiteOnAll, last, server, names)
-        scores: dict[str, Metrics] = {}
-        # in the order of the sites: the bits of mean and sd depend on it
-        for name, cases in _in_order(names, answers).items():
-            scores[name] = self.summarise(self.kind.decided(cases, None))
-
-        models: dict[str, Metrics] = {"mean": {"round": last}, "sd": {"round": last}}
+        scores = map_values(self.summarise, self._on_all(server, names))
+        mean: Metrics = {"round": self.last}
+        sd = {**mean}
         # a metric that some sites' models lack is a mean over those that have it
         for metric in dict.fromkeys(chain.from_iterable(scores.values())):
             over_sites = spread({name: metrics.get(metric) for name, metrics in scores.items()})
-            models["mean"][metric] = over_sites["mean"]
-            models["sd"][metric] = over_sites["sd"]
+            mean[metric] = over_sites["mean"]
+            sd[metric] = over_sites["sd"]
 
-        return models
+        return {"mean": mean, "sd": sd}
+
+    def _on_all(self, server: State, names: Sequence[str]) -> CasesByName:
+        """Return the outcomes of these sites' own models on all test items; the site's validation items decide."""
+        by_site: CasesBySite = {}
+        if self.kind.decides:
+            by_site = self._personal(self.last, server, ("validate",), names)
+
+        answers = self.dispatcher.at_sites(tasks.ScoreSiteOnAll, self.last, server, names)
+        # in the order of the sites: the bits of mean and sd depend on it
+        return {
+            name: self._decided({**by_site.get(name, {}), "test": cases})
+            for name, cases in _in_order(names, answers).items()
+            if cases
+        }
 
     def _score_everywhere(self, server: State, global_by_site: Mapping[str, Cases]) -> None:
         """Write cross_site.csv: the global model and each site's own, on the test items of each site."""
         rows = self._at_each_site("received", "", global_by_site)
         if methods.has_site_models(self.method):
-            answers = self.dispatcher.at_sites(
-                tasks.ScoreSiteOnAll, self.last, server, self.names, ("test",)
-            )
-            for name, cases in _in_order(self.names, answers).items():
-                decided = self.kind.decided(cases, None)
-                rows += self._at_each_site("personal", name, self._by_site(decided, "test"))
+            for name, cases in self._on_all(server, self.names).items():
+                rows += self._at_each_site("personal", name, self._by_site(cases, "test"))
 
         self.folder.write_table(CROSS_SITE, rows)
 
