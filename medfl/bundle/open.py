@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -560,6 +560,29 @@ def _lacking(names: Sequence[str], divided: Sequence[tuple[Record, str]]) -> lis
             lines.append(f"section {section} has no image of {', '.join(absent)}")
 
     return lines
+
+
+def notes_on_images(problem: Problem) -> tuple[str, ...]:
+    """Return notes on a user's images: which are left out or named otherwise in a table, whether patients are known.
+
+    Only bundles that name their folders as `medfl new` does have such notes: dataset_dir, images, masks, labels,
+        classes.
+    """
+    if problem.dataset:
+        return ()
+
+    ids = ids_of(problem)
+    # `medfl new` writes the folder and the class names as plain values
+    if not (isinstance(ids.get("dataset_dir"), str) and isinstance(ids["classes"], list)):
+        return ()
+
+    items = []
+    for data in map(problem.data, SECTIONS):
+        if not isinstance(data, list):
+            return ()
+        items += [item for item in data if isinstance(item, Mapping)]
+
+    return own.notes(ids["dataset_dir"], items, ids)
 
 
 def ids_of(bundle: Problem) -> Document:

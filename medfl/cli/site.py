@@ -485,7 +485,13 @@ def _fingerprint(args: Namespace) -> int:
     if args.bundle is None:
         empty, cases = of_folder(args, progress)
     else:
-        empty, cases = fingerprint.of_bundle(_opened(args, policy).bundle)
+        from medfl.bundle.open import notes_on_images
+
+        problem = _opened(args, policy).bundle
+        for line in notes_on_images(problem):
+            log(f"note, for you alone: {line}")
+
+        empty, cases = fingerprint.of_bundle(problem)
 
     released = fingerprint.gather(empty, cases, least, epsilon, progress=progress)
     lines = fingerprint.text(released, least, epsilon)

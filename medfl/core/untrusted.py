@@ -218,7 +218,9 @@ def read_table(
             raise Refused(f"a number of {len(digits[0])} digits; at most {_NUMBER}")
 
         # empty rows, and a spreadsheet's line about itself
+        lines = text.count("\n")
         text = _ABOVE.sub("", text)
+        lines -= text.count("\n")
         head = text.partition("\n")[0]
         delimiter = "\t" if "\t" in head else max(",;", key=head.count)
         if head.count(delimiter) >= TABLE_COLUMNS:
@@ -230,9 +232,9 @@ def read_table(
             # of a decimal comma, or of names of rows, which move all columns
             if more := "".join(row.get(None, ())):
                 raise Refused(
-                    f"line {reader.line_num} has more cells than the header: {printable(more, 40)!r}"
+                    f"line {lines + reader.line_num} has more cells than the header: {printable(more, 40)!r}"
                 )
-            rows.append((reader.line_num, row))
+            rows.append((lines + reader.line_num, row))
             if len(rows) > TABLE_ROWS:
                 raise Refused(f"more than {TABLE_ROWS} rows")
             # Each missing cell takes memory, although it has no byte in the file.

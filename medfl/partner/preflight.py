@@ -18,7 +18,7 @@ import torch
 
 from medfl import datasets, methods
 from medfl.bundle.files import shipped_folders
-from medfl.bundle.open import open_problem, with_data
+from medfl.bundle.open import notes_on_images, open_problem, with_data
 from medfl.core import (
     SECTIONS,
     Config,
@@ -286,7 +286,7 @@ def _open(report: Preflight, options: PreflightOptions) -> Problem | None:
             text += "; no test data of their own"
 
         report.add("data", OK, text)
-        for note in opened.notes:
+        for note in (*opened.notes, *notes_on_images(bundle)):
             report.add("data", OK, note)
 
         return bundle

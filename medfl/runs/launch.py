@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from medfl import methods
 from medfl.bundle.files import shipped_folders
-from medfl.bundle.open import bundle_of, ids_of, is_recorded
+from medfl.bundle.open import bundle_of, is_recorded, notes_on_images
 from medfl.core import (
     LOSSLESS,
     MEAN,
-    SECTIONS,
     Config,
     Document,
     InputError,
@@ -30,7 +29,6 @@ from medfl.core import (
 from medfl.data.on_device import free_gpu_memory
 from medfl.data.partition.table import table as partition_table
 from medfl.data.prepared import Prepared
-from medfl.datasets import own
 from medfl.evaluation.metrics import higher_is_better
 from medfl.policy.inspection import TRAINING, inspect
 from medfl.policy.policy import Policy
@@ -661,28 +659,8 @@ def resumed_plan(
 
 
 def with_notes(plan: Plan) -> Plan:
-    """Return a plan whose notes say which user images were excluded, and whether patients are unknown.
-
-    Only bundles that name their folders as `medfl new` does have such notes: dataset_dir, images, masks, labels,
-        classes.
-    """
-    if plan.bundle.dataset:
-        return plan
-
-    ids = ids_of(plan.bundle)
-    lists = list(map(plan.bundle.data, SECTIONS))
-    # `medfl new` writes the folder and the class names as plain values
-    is_medfl_new = isinstance(ids.get("dataset_dir"), str) and isinstance(ids["classes"], list)
-    if not is_medfl_new:
-        return plan
-
-    items = []
-    for data in lists:
-        if not isinstance(data, list):
-            return plan
-        items += [item for item in data if isinstance(item, Mapping)]
-
-    notes = own.notes(ids["dataset_dir"], items, ids)
+    """Return a plan whose notes say which user images were excluded, and whether patients are unknown."""
+    notes = notes_on_images(plan.bundle)
     record = replace(plan.run.data, notes=(*plan.run.data.notes, *notes))
     return replace(plan, run=replace(plan.run, data=record), notes=(*plan.notes, *notes))
 

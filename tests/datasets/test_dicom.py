@@ -709,3 +709,63 @@ def test_a_packed_header_is_refused_before_it_is_unpacked(tmp_path: Path, first:
         assert tracemalloc.get_traced_memory()[1] < 2**24
     finally:
         tracemalloc.stop()
+
+
+def test_a_copy_of_a_slice_is_called_one(tmp_path: Path) -> None:
+    folder = series(tmp_path / "s", *((PIXELS, {}) for _ in range(3)))
+    (tmp_path / "s" / "copy.dcm").write_bytes((tmp_path / "s" / "8.dcm").read_bytes())
+    told = r"files \S+/8\.dcm and \S+/copy\.dcm are copies: .* SOPInstanceUID 1\.2\.3\.1001; .*; remove one"
+    with pytest.raises(InputError, match=told):
+        read_volume(folder)
+
+
+def test_folders_in_the_folder_of_a_series_are_named(tmp_path: Path) -> None:
+    series(tmp_path / "s" / "below", (PIXELS, {}))
+    (tmp_path / "s" / "notes.txt").write_text("none")
+    with pytest.raises(InputError, match="no DICOM series in its 1 files, and 1 folders, which"):
+        read_volume(str(tmp_path / "s"))
+
+
+def frames_with(folder: Path, attributes: Sequence[Any], group: tuple[int, int]) -> str:
+    """Write a file of a frame a mm, each with elements in a functional group."""
+    groups = []
+    for place, elements in enumerate(attributes):
+        position = {POSITION: ("DS", f"0\\0\\{place}")}
+        groups.append({(0x0020, 0x9113): ("SQ", [position]), group: ("SQ", [elements])})
+
+    more = {(0x0028, 0x0008): ("IS", str(len(groups))), POSITION: None}
+    pixels = np.stack([PIXELS % 2] * len(groups))
+    write(folder / "x.dcm", slice_of(pixels, 0, {**more, (0x5200, 0x9230): ("SQ", groups)}))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("group", "tag", "kind", "values", "told"),
+    [
+        ((0x0062, 0x000A), (0x0062, 0x000B), "US", ([1], [2]), r"\(0062,000B\) ReferencedSegmentNumber is 1 .* 2"),
+        ((0x0018, 0x9226), (0x0008, 0x9208), "CS", ("MAGNITUDE", "PHASE"), "ComplexImageComponent is MAGNITUDE"),
+    ],
+)  # fmt: skip
+def test_frames_of_two_structures_or_components_are_no_volume(
+    tmp_path: Path,
+    group: tuple[int, int],
+    tag: tuple[int, int],
+    kind: str,
+    values: tuple[Any, Any],
+    told: str,
+) -> None:
+    """One behind the other they had one value, or one meaning."""
+    elements = [{tag: (kind, values[place // 2])} for place in range(4)]
+    with pytest.raises(InputError, match=told):
+        read_volume(frames_with(tmp_path / "s", elements, group))
+
+    assert read_volume(frames_with(tmp_path / "t", elements[:2], group)).shape == (1, 4, 3, 2)
+
+
+def test_frames_of_two_b_values_or_stacks_are_said(tmp_path: Path) -> None:
+    b_values = [{(0x0018, 0x9087): ("FD", struct.pack("<d", b))} for b in (0, 0, 1000, 1000)]
+    volume = read_volume(frames_with(tmp_path / "b", b_values, (0x0018, 0x9117)))
+    assert "differ in (0018,9087) DiffusionBValue are read as one" in volume.meta[CHANGES]
+    stacks = [{(0x0020, 0x9056): ("SH", name)} for name in "1122"]
+    volume = read_volume(frames_with(tmp_path / "s", stacks, (0x0020, 0x9111)))
+    assert "differ in (0020,9056) StackID" in volume.meta[CHANGES]

@@ -200,3 +200,16 @@ def test_folders_of_pairs_of_a_data_set_keep_patients_apart(name: str, tmp_path:
         match=r"odd3/scan\.png has no image \| .*odd4/scan\.png has no image and 3 more problems;",
     ):
         sections(name, tmp_path)
+
+
+def test_masks_that_match_by_look_alikes_alone_are_said(tmp_path: Path) -> None:
+    for number in range(3):
+        picture(tmp_path / "images" / f"p{number}.png")
+        picture(tmp_path / "masks" / f"p\u200b{number}_mask.png")
+    picture(tmp_path / "images" / "q.png")
+    picture(tmp_path / "masks" / "q_mask.png")
+    found = own.with_masks(tmp_path, "images", "masks")
+    assert len(found.records) == 4
+    (note,) = found.notes
+    assert note.startswith("3 names of masks differ")
+    assert note.endswith(r"'p0' and 'p\u200b0_mask.png'")

@@ -467,3 +467,25 @@ def test_values_that_float32_does_not_tell_apart_are_not_called_one(
     nib.save(nib.Nifti1Image(voxels, AFFINE, dtype=np.int64), tmp_path / "x.nii")
     with pytest.raises(InputError, match=rf"values {voxels.min()} to {voxels.max()}, all one num"):
         read_volume(str(tmp_path / "x.nii"))
+
+
+@pytest.mark.parametrize("line", [b"", b"spacings: nan nan nan\n", b"spacings: 2 3 4\n"])
+def test_an_nrrd_without_spacings_is_said(tmp_path: Path, line: bytes) -> None:
+    head = b"NRRD0004\ntype: short\ndimension: 3\nsizes: 7 8 9\nendian: little\nencoding: raw\n"
+    path = tmp_path / "x.nrrd"
+    path.write_bytes(head + line + b"\n" + IMAGE.T.tobytes())
+    volume = read_volume(str(path))
+    assert np.allclose(
+        np.diag(volume.affine)[:3], np.array(sitk.ReadImage(path).GetSpacing()) * [-1, -1, 1]
+    )
+    assert volume.meta[CHANGES] == "a spacing that is missing is read as 1; " * (b"2" not in line)
+
+
+def test_digits_that_float32_loses_are_said(tmp_path: Path) -> None:
+    """Of 1e9 ± 1000 float32 keeps steps of 64; what it holds exactly is not told."""
+    values = np.random.default_rng(0).normal(1e9, 1000, SHAPE)
+    assert np.unique(values.astype(np.float32)).size < 200
+    stored = nifti(tmp_path / "x.nii.gz", values)
+    assert read_volume(stored).meta[CHANGES] == "values lose digits in float32; "
+    for exact in (values - 1e9, values.astype(np.float32), IMAGE.astype(np.int32)):
+        assert read_volume(nifti(tmp_path / "y.nii.gz", exact)).meta[CHANGES] == ""

@@ -24,6 +24,7 @@ from medfl.partner.preflight import Preflight, PreflightOptions, check
 from medfl.partner.scanning import ScannedItem, scan
 from medfl.policy.inspection import inspect
 from medfl.policy.policy import Outbound, Policy
+from medfl.starter import starter
 from tests.hostile.base import write
 from tests.zoo.build import ZOO
 
@@ -296,3 +297,17 @@ def test_channels_with_nothing_in_any_image_are_named(moles: Path) -> None:
     assert lines[0].text == "3 in each image: red, green, blue"
     assert lines[1].text == "nothing in any image of: green"
     assert lines[1].advice.endswith("--site-channels SITE=red,blue")
+
+
+def test_what_a_run_says_of_a_table_a_check_says_too(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 255, (24, 16, 16), np.uint8)
+    lines = ["file,label"]
+    for number, shades in enumerate(pixels):
+        Image.fromarray(shades).save(tmp_path / f"{number:04}.png")
+        lines.append(f"{number},{'ab'[number % 2]}")
+
+    (tmp_path / "labels.csv").write_text("\n".join(lines))
+    starter.write(tmp_path / "bundle", starter.survey(tmp_path, labels=tmp_path / "labels.csv"))
+    found = check(PreflightOptions(str(tmp_path / "bundle"), str(tmp_path), folder=tmp_path))
+    assert "24 names of images differ from the table's in zeros" in said(found, "data")
+    assert "patients are not known" in said(found, "data")

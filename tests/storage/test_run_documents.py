@@ -473,3 +473,9 @@ def test_semicolons_part_a_table_whose_header_has_a_comma_too(tmp_path: Path) ->
     (tmp_path / "t.csv").write_bytes("\ufeffDatei;Länge, mm;Klinik\r\na.png;3;Köln\r\n".encode())
     _, [(_, row)] = read_table(tmp_path / "t.csv")
     assert row == {"Datei": "a.png", "Länge, mm": "3", "Klinik": "Köln"}
+
+
+def test_lines_are_counted_from_the_file_s_first_one(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text("\n,,\nsep=;\nfile;label\na;1\nb;2\n")
+    assert [number for number, _ in read_table(path)[1]] == [5, 6]

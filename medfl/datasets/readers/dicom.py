@@ -54,8 +54,18 @@ _SAME = (
     "PhotometricInterpretation",
     "RescaleType",
     "Units",
+    "ReferencedSegmentNumber",
+    "ComplexImageComponent",
 )
 """What slices of one volume may leave out, and not state differently."""
+_SAID = (
+    "AcquisitionNumber",
+    "StackID",
+    "TemporalPositionIndex",
+    "EffectiveEchoTime",
+    "DiffusionBValue",
+)
+"""What slices of one volume may state differently, which is told."""
 _SCALED = ("CT", "PT")  # modalities whose slices have a RescaleSlope (PS3.3, C.8.2.1 and C.8.9.1)
 _STORED = [
     "SamplesPerPixel",
@@ -81,7 +91,8 @@ class Header(tuple[Untyped, ...]):
 
     def text(self, keyword: str) -> str:
         """Return the text of a tag, "" if there is none."""
-        return str(self.get(keyword) or "")
+        value = self.get(keyword)
+        return str(value) if value or value == 0 else ""
 
     def numbers(self, keyword: str) -> Affine:
         """Return the numbers of a tag, none if it is missing or empty; a ValueError names it if not numeric."""
@@ -195,10 +206,9 @@ def read(folder: str) -> tuple[Array, Affine, str]:
         voxels[padded] = voxels[~padded].min()
         changes.append(f"{_named('PixelPaddingValue')} is read as the least other value")
 
-    if len(_stated(frames, "AcquisitionNumber")) > 1:
-        changes.append(
-            f"slices that differ in {_named('AcquisitionNumber')} are read as one volume"
-        )
+    for keyword in _SAID:
+        if len(_stated(frames, keyword)) > 1:
+            changes.append(f"slices that differ in {_named(keyword)} are read as one volume")
 
     are_scaled = {frame.header.is_scaled for frame in frames}
     if False in are_scaled and (True in are_scaled or frames[0].header.text("Modality") in _SCALED):
@@ -214,9 +224,10 @@ def read(folder: str) -> tuple[Array, Affine, str]:
 def _series(folder: str) -> Mapping[str, Header]:
     """Return the files of the one series in a folder with their headers."""
     series = defaultdict[str, dict[str, Header]](dict)
-    names = sorted(os.listdir(folder))
-    for file in (os.path.join(folder, name) for name in names if name != "DICOMDIR"):
-        header = _header(file) if os.path.isfile(file) else None
+    paths = [os.path.join(folder, name) for name in sorted(os.listdir(folder))]
+    files = [*filter(os.path.isfile, paths)]
+    for file in files:
+        header = _header(file) if os.path.basename(file) != "DICOMDIR" else None
         if header is not None:
             series[header.text("SeriesInstanceUID")][file] = header
 
@@ -228,7 +239,9 @@ def _series(folder: str) -> Mapping[str, Header]:
         text = next(iter(headers.values())).text("SeriesDescription")
         descriptions.append(f"{uid} ({f'{text!r}, ' * bool(text)}{len(headers)} files)")
 
-    problem = f"folder {folder} holds no DICOM series in its {len(names)} files"
+    problem = f"folder {folder} holds no DICOM series in its {len(files)} files"
+    if folders := len(paths) - len(files):
+        problem += f", and {folders} folders, which are not looked into"
     if series:
         problem = f"folder {folder} holds {len(series)} DICOM series: {' and '.join(descriptions)}"
 
@@ -395,7 +408,9 @@ def _placed(folder: str, frames: Sequence[Frame]) -> tuple[Sequence[int], Affine
         step = normal * _numbers(frames[0], "SliceThickness", 1)
     else:
         step = (positions[-1] - positions[0]) / (len(frames) - 1)
-        _check_positions(folder, positions, normal, min(rows, columns))
+        _check_positions(
+            folder, [frames[place] for place in order], positions, normal, min(rows, columns)
+        )
 
     affine = np.eye(4)
     affine[:3, :3] = np.stack([right * columns, down * rows, step], axis=1)
@@ -403,13 +418,25 @@ def _placed(folder: str, frames: Sequence[Frame]) -> tuple[Sequence[int], Affine
     return np.argsort(order).tolist(), to_ras(affine)
 
 
-def _check_positions(folder: str, positions: Affine, normal: Affine, pixel: float) -> None:
+def _check_positions(
+    folder: str, frames: Sequence[Frame], positions: Affine, normal: Affine, pixel: float
+) -> None:
     """Refuse a series whose voxels would not lie where the affine has them: slices are missing, or the gantry tilted.
 
-    `positions` (N, 3) are in order, `normal` (3,) is that of the slices, which may be shifted by half the side of a
-    pixel, in mm.
+    `frames` and their `positions` (N, 3) are in order, `normal` (3,) is that of the slices, which may be shifted by
+    half the side of a pixel, in mm.
     """
     steps = np.linalg.norm(np.diff(positions, axis=0), axis=1)
+    pair = frames[steps.argmin() :][:2]
+    uids = {frame.header.text("SOPInstanceUID") for frame in pair}
+    files = [frame.file for frame in pair]
+    if not steps.all() and len(uids) == 1 and files[0] != files[1]:
+        raise InputError(
+            f"DICOM files {' and '.join(files)} are copies: both lie in one place and have the "
+            f"{_named('SOPInstanceUID')} {uids.pop()}",
+            "a file for each slice",
+            "remove one of them",
+        )
     if np.ptp(steps) > 0.01 * np.median(steps) or not steps.all():
         raise InputError(
             f"DICOM series {folder}: its {len(positions)} slices lie {steps.min():.4g} to {steps.max():.4g} mm apart",

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from medfl.core import InputError
+from medfl.core import InputError, alike, composed
 from medfl.core.arrays import Bytes
 from medfl.datasets.readers import matching
 from medfl.datasets.readers.mask_values import Classes, class_indices
@@ -104,11 +104,21 @@ def paired(
     its image is a problem. `centre` says where an image was taken, `sections` are split -> section of all of them.
     """
     table = Table()
+    respelled = []
     for key in sorted(images.keys() & masks.keys()):
         table.records.append(
             Record(images[key], 0, key, centre(key), key, sections or {}, mask=masks[key])
         )
+        name = key.rpartition("/")[2]
+        mask = masks[key].rpartition("/")[2]
+        if alike(name) in alike(mask) and name not in composed(mask):
+            respelled.append((name, mask))
 
+    if respelled:
+        table.notes.append(
+            f"{len(respelled)} names of masks differ from their images' in characters that are invisible or look "
+            f"alike: {' and '.join(map(ascii, respelled[0]))}"
+        )
     for key in sorted(masks.keys() - images.keys()):
         table.problems.append(f"mask {masks[key]} has no image")
 

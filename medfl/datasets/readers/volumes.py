@@ -74,6 +74,10 @@ _UNITS = re.compile(
     rb"|^DistanceUnits[ \t]*=[ \t]*(.*?)\r?$",  # MetaImage
     re.MULTILINE | re.IGNORECASE,
 )
+_SPACING = re.compile(
+    rb"^(?:spacings:|space directions:|Element(?:Spacing|Size)[ \t]*=)(.*)",
+    re.MULTILINE | re.IGNORECASE,
+)
 _HEAD = 1 << 16  # bytes at a file's beginning in which its header ends
 _WORDS = """
     xyzt_units qform_code sform_code quatern_b quatern_c quatern_d qoffset_x qoffset_y qoffset_z
@@ -82,6 +86,7 @@ _WORDS = """
 _PLACE = tuple(_WORDS.split())
 """What a NIfTI header says of place, beside pixdim."""
 _ROUNDED = np.float64(-1e-5)  # 1 less the squares of a unit quaternion in float32
+_ROUNDED_OFF = 1e-3  # of the range of values, a step in float32 that is told
 _SCANNER = 1  # NIfTI's code of an affine to the scanner's millimetres
 
 
@@ -109,6 +114,11 @@ def _with_channels(raw: _Raw, image: str, count: int | None) -> MetaTensor:
 
     voxels = np.concatenate(channels)
     _require_channels(f"image {image}", len(voxels), count or len(voxels))
+    if not np.can_cast(raw.voxels.dtype, np.float32):
+        digit = np.spacing(np.abs(voxels).max())
+        if digit > _ROUNDED_OFF * np.ptp(voxels):
+            raw = raw._replace(changes=f"{raw.changes}values lose digits in float32; ")
+
     return _tensor(uri, voxels, raw)
 
 
@@ -138,7 +148,7 @@ def _require_channels(name: str, count: int, wanted: int) -> None:
         raise InputError(
             f"{name} has {count} channels",
             f"a fourth axis, or files, of {wanted}",
-            "convert it, or remove the case",
+            "convert it, a mask of several structures to one number a voxel, or remove the case",
         )
 
 
@@ -373,7 +383,14 @@ def _itk(path: str, kind: str) -> _Raw:
         voxels = np.moveaxis(voxels, -1, 0)
 
     # The arrays of SimpleITK have the slices first.
-    return _in_mm(voxels.T, dicom.affine_of(image), *units)
+    raw = _in_mm(voxels.T, dicom.affine_of(image), *units)
+    spacing = _SPACING.search(head)
+    steps = spacing[1].lower().split() if spacing else []
+    # axes of channels have none; of what lacks it ITK makes 1
+    if len(steps) - steps.count(b"nan") - steps.count(b"none") < min(3, image.GetDimension()):
+        raw = raw._replace(changes=f"{raw.changes}a spacing that is missing is read as 1; ")
+
+    return raw
 
 
 def _in_mm(voxels: Array, affine: Floats, unit: str) -> _Raw:
