@@ -185,7 +185,7 @@ class MessageLimits:
         return tensors
 
 
-def _plain(value: object) -> Any:
+def _plain(value: object) -> object:
     """Return a tensor without its class, which may say anything about it."""
     if not isinstance(value, Tensor) or type(value) is Tensor:
         return value

@@ -99,9 +99,9 @@ class Exchange(Workers):
             )
             federation.message_rules(task.site).check_reply(reply)
 
-        told = answer.statistics or {}
-        loss = told.get(LOSS)
-        steps = told.get(FlStatistics.NUM_EXECUTED_ITERATIONS, -1)
+        statistics = answer.statistics or {}
+        loss = statistics.get(LOSS)
+        steps = statistics.get(FlStatistics.NUM_EXECUTED_ITERATIONS, -1)
         if not (isinstance(loss, float) and matches_type(steps, Count)):
             raise RunError(f"site {task.site!r}: its loss is {loss!r:.40}, in {steps!r:.40} steps")
 
