@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from medfl.core.arrays import Array
 from medfl.core.errors import RunError
 from medfl.core.untrusted import visible
 
@@ -185,7 +186,7 @@ class MessageLimits:
         return tensors
 
 
-def _plain(value: object) -> object:
+def _plain(value: object) -> Any:
     """Return a tensor without its class, which may say anything about it."""
     if not isinstance(value, Tensor) or type(value) is Tensor:
         return value
@@ -211,7 +212,7 @@ def _size(name: str, value: Any) -> int:
     return int(value.nbytes)
 
 
-def _tensor(name: str, value: Any) -> Tensor:
+def _tensor(name: str, value: Tensor | Array) -> Tensor:
     if isinstance(value, Tensor):
         tensor = value.detach()
     else:
