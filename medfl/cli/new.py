@@ -211,8 +211,9 @@ def _lines(folder: Path, survey: Survey, command: str, unknown: str) -> list[str
 
     colour = {1: "grey", 3: "colour"}.get(survey.channels, f"{survey.channels} channels")
     unit = "voxels" if survey.has_volumes else "pixels"
+    sides = map(str, sorted({*survey.sides}))
     lines = [
-        f"{counts}; {colour}, sides of {survey.sides[0]} to {survey.sides[1]} {unit}; each of these was read",
+        f"{counts}; {colour}, sides of {' to '.join(sides)} {unit}; each of these was read",
         *survey.said,
     ]
     if survey.patients:

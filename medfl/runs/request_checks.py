@@ -16,7 +16,6 @@ from medfl.core import (
     Run,
     check_limits,
     portable,
-    refusing,
     trust_module,
     version_of,
 )
@@ -80,8 +79,12 @@ def check_driver(device: str) -> None:
     if not device.startswith("cuda") or sys.platform != "linux" or "rocm" in version_of("torch"):
         return
 
-    with refusing(f"--device {device}", "this machine has 0 CUDA devices", "choose cpu or auto"):
+    try:
         ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise InputError(
+            f"--device {device}", "this machine has 0 CUDA devices", "choose cpu or auto"
+        ) from error
 
 
 def require_same_settings(planned: Run, recorded: Run) -> None:

@@ -34,6 +34,7 @@ from medfl.problem.fingerprint import Cases, _released as released, gather
 from medfl.starter import plan as rules, starter
 from medfl.starter.plan import Network, plan
 from medfl.starter.survey import Survey
+from medfl.storage.run_reader import RunReader
 
 SCHEMA = Path(medfl.__file__).parent / "export" / "schemas" / "bundle_metadata.json"
 HIPPOCAMPUS = Path(__file__).parents[3] / "shared" / "data" / "msd_hippocampus"
@@ -399,6 +400,7 @@ def test_from_folders_to_a_round(
     assert cli.main([*command, "--jobs", "1", "--out", str(evaluated)]) == 0
     config = json.loads((evaluated / "run.json").read_text())["config"]
     assert config["largest_component"] == ["organ", "tumour"]
+    assert RunReader(evaluated).largest_components == ["organ", "tumour"]
     asked = {"init": f"run:{tmp_path / 'run'}", "rounds": 0}
     offered = offer(str(bundle), ["north"], requested=asked, data=str(folder))
     assert offered.config == config
