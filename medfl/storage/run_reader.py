@@ -91,7 +91,7 @@ class RunReader:
         if not (path / "run.json").is_file():
             raise InputError(
                 f"{path} has no run.json",
-                "a report is made from a folder that `medfl run` or `medfl compare` wrote",
+                "a folder that `medfl run` or `medfl compare` wrote",
                 "check the path",
             )
 

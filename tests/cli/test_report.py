@@ -69,6 +69,6 @@ def test_runs_of_different_bundles_are_one_line(make: Make, tmp_path: Path) -> N
         report(*folders, "--out", tmp_path / "both.html")
     with pytest.raises(
         InputError,
-        match="has no run.json; a report is made from a folder that `medfl run` or `medfl compare` wrote",
+        match="has no run.json; a folder that `medfl run` or `medfl compare` wrote",
     ):
         report(tmp_path)

@@ -565,7 +565,7 @@ def test_folders_that_are_no_runs_or_are_in_use(
     plain: Path, personal: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(
-        InputError, match=r"holds no run \(no run.json\); a folder that medfl run wrote"
+        InputError, match=r"has no run.json; a folder that `medfl run` or `medfl compare` wrote"
     ):
         export(tmp_path, tmp_path / "bundle")
     (tmp_path / "used").mkdir()
