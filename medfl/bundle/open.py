@@ -566,7 +566,7 @@ def notes_on_images(problem: Problem) -> tuple[str, ...]:
     """Return notes on a user's images: which are left out or named otherwise in a table, whether patients are known.
 
     Only bundles that name their folders as `medfl new` does have such notes: dataset_dir, images, masks, labels,
-        classes.
+    classes.
     """
     if problem.dataset:
         return ()

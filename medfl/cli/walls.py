@@ -313,9 +313,8 @@ def _take_over(inside: Path, target: Path) -> None:
     copy = target.with_name(f".{target.name}.tmp")
     with made(target.parent), writing(target):
         try:
-            _remove(
-                copy
-            )  # what a keeper left that was killed; a link there would be written through
+            # what a keeper left that was killed; a link there would be written through
+            _remove(copy)
             todo = [(inside, copy)]
             for source, place in todo:
                 if source.is_dir():

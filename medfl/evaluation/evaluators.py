@@ -321,7 +321,7 @@ class MaskEvaluator:
                 winner *= 1 + logits[:, 1:].argmax(1)
 
         predicted = _largest(
-            winner[0].to(torch.uint8).cpu(), kept_alone(self.largest, self.classes, classes)
+            winner[0].to(torch.uint8).cpu(), class_indices(self.largest, self.classes, classes)
         )
         reference = (y.argmax(1) if y.shape[1] > 1 else y[:, 0])[0].cpu()
         low = int(reference.min())
@@ -341,7 +341,7 @@ class MaskEvaluator:
         return Masks(predicted, reference.to(torch.uint8), classes)
 
 
-def kept_alone(largest: Collection[str], names: Sequence[str], count: int) -> list[int]:
+def class_indices(largest: Collection[str], names: Sequence[str], count: int) -> list[int]:
     """Return which of this many classes with these names are those in `largest`."""
     structures = enumerate(foreground(names, count - 1), 1)
     return [index for index, name in structures if name in largest]

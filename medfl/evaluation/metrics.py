@@ -50,12 +50,14 @@ class Metric:
         return self.higher_is_better and not self.signed
 
 
-_SHEET = yaml.load(Path(__file__).with_suffix(".yaml").read_text("utf-8"), LOADER)
+IF_MISSING = "1 for a structure that neither mask has, 0 where one has it"
+"""Value of Dice and surface Dice if a structure is missing."""
+_SHEET = yaml.load(
+    Path(__file__).with_suffix(".yaml").read_text("utf-8").replace("IF_MISSING", IF_MISSING), LOADER
+)
 METRICS: Mapping[str, Metric] = MappingProxyType(
     {name: Metric(**entry) for name, entry in _SHEET.items()}
 )
-IF_MISSING = METRICS["dice"].definition.rpartition("; ")[2]
-"""Value of Dice and surface Dice if a structure is missing."""
 OF_CASES = (
     "probabilities",
     "label",

@@ -34,7 +34,7 @@ from medfl.data.prepare import prepare
 from medfl.data.prepared import Prepared, Shard, as_plain
 from medfl.data.source import Source
 from medfl.datasets.readers.mask_values import picture_values
-from medfl.evaluation.evaluators import kept_alone
+from medfl.evaluation.evaluators import class_indices
 from medfl.evaluation.metrics import Cases
 from medfl.export import configs, descriptions, network as exported
 from medfl.export.checks import LARGE, load_weights_into, problems
@@ -478,7 +478,7 @@ class _BundleWriter:
             "values": [*values],
             "dtype": "uint8" if max(values) < 256 else "uint16",
             "thresholds": self.thresholds,
-            "largest": kept_alone(self.largest, self.bundle.structures, outputs),
+            "largest": class_indices(self.largest, self.bundle.structures, outputs),
             "mean": mean.tolist(),
             "sd": sd.tolist(),
         }

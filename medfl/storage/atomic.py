@@ -68,7 +68,7 @@ def made(folder: Path, parts: Sequence[str] = ()) -> Iterator[None]:
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
         yield
-    except BaseException:
+    except BaseException:  # also an interrupt, which is raised on
         for path in new:
             with suppress(OSError):
                 path.rmdir() if path.is_dir() else path.unlink()

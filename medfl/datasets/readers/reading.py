@@ -42,6 +42,10 @@ for (_order, _photometric, _kind, _fill, _bits, _extra), _mode in [*OPEN_INFO.it
     if _photometric == 1 and len(_bits) == 1:
         OPEN_INFO.setdefault((_order, 0, _kind, _fill, _bits, _extra), _mode)
 
+# Once, as each change of the filters repeats what was warned of before. What Pillow warns of is read as it is
+# described, refused, or damaged beside its pixels.
+warnings.filterwarnings("ignore", module="PIL")
+
 Pixels = Array
 Files = list[tuple[str, str]]
 """Path or name, and URI, of each image or file."""
@@ -379,8 +383,6 @@ def palette_of(uri: str) -> tuple[list[int], list[tuple[int, ...]]]:
 
 
 def _opened(source: IO[bytes]) -> ImageFile:
-    # of what is read as it is described, refused, or damaged beside its pixels
-    warnings.filterwarnings("ignore", module="PIL")
     try:
         return Image.open(source)
     except UnidentifiedImageError as error:
