@@ -3,8 +3,9 @@
     python docs/results/few.py HAM10000 OUT --most 150           at most so many images of each class
     python docs/results/few.py MEDNIST OUT --every 2             OUT/public: every second image, OUT/private: the rest
     python docs/results/few.py HAM10000 OUT --most 500 --every 4    both: every fourth lesion is public
+    python docs/results/few.py HIPPOCAMPUS OUT --every 4         every fourth volume with its mask is public
 
-Lesions are taken by the hash of their names. Archives are linked, not copied.
+Lesions are taken by the hash of their names. Archives and volumes are linked, not copied.
 """
 
 from __future__ import annotations
@@ -55,6 +56,17 @@ def cut(file: Path, every: int, out: Path) -> None:
         np.savez_compressed(out / name / file.name, **kept)
 
 
+def cut_volumes(folder: Path, every: int, out: Path) -> None:
+    """Link `images` and `labels` into two folders: one volume of `every` in the order of names, and the others."""
+    for kind in ("images", "labels"):
+        for name in ("public", "private"):
+            (out / name / kind).mkdir(parents=True)
+
+        for index, file in enumerate(sorted((folder / kind).iterdir())):
+            name = "private" if index % every else "public"
+            (out / name / kind / file.name).symlink_to(file.resolve())
+
+
 def _hash(row: Mapping[str, str]) -> str:
     return hashlib.sha256(row["lesion_id"].encode()).hexdigest()
 
@@ -67,7 +79,7 @@ def main() -> None:
     parser.add_argument(
         "folder",
         type=Path,
-        help="with labels.csv and images_<centre>.zip, or with mednist_<side>.npz",
+        help="with labels.csv and images_<centre>.zip, with mednist_<side>.npz, or with images and labels of volumes",
     )
     parser.add_argument("out", type=Path)
     parser.add_argument("--most", type=int, help="images of a class")
@@ -76,6 +88,9 @@ def main() -> None:
     if not options.most and not options.every:
         parser.error("give --most, --every or both")
     table = options.folder / "labels.csv"
+    if (options.folder / "labels").is_dir():
+        cut_volumes(options.folder, options.every, options.out)
+        return
     if not table.exists():
         (archive,) = options.folder.glob("*.npz")
         cut(archive, options.every, options.out)

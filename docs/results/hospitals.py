@@ -3,13 +3,14 @@
     python docs/results/hospitals.py DATA OUT
 
 OUT/wbc: `images` and `labels.csv`; OUT/nuclei, OUT/monuseg, OUT/fundus, OUT/lungs, OUT/boxes: `images`,
-`masks` and `cases.csv`. Images and masks are those of DATA, but for:
+`masks` and `cases.csv`; OUT/acdc: `images` and `masks`. Images and masks are those of DATA, but for:
 
 - wbc: without the four basophils, which are too few for a class.
 - boxes: the mask of a radiograph is its two lungs' boxes.
 - nuclei: a pixel is a nucleus or not; sources of at least 50 images.
 - monuseg: a pixel is a nucleus or not; hospitals of one or two images are one group by the first, one by the second
   half of the alphabet of their codes.
+- acdc: the volumes at the end of diastole, as NIfTI with voxels of 1 mm, since their source states no spacing.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
+import nibabel
 import numpy as np
 from PIL import Image, ImageDraw
 
@@ -111,9 +113,22 @@ def boxes(row: Row) -> Image.Image:
     return mask
 
 
+def hearts(data: Path, out: Path) -> None:
+    """Write the volumes of hearts and their masks, axes in the order (width, height, slices)."""
+    for folder in ("images", "masks"):
+        (out / folder).mkdir(parents=True)
+
+    for path in sorted((data / "acdc_ef" / "volumes").iterdir()):
+        arrays = np.load(path)
+        for folder, name in (("images", "ed_image"), ("masks", "ed_label")):
+            volume = nibabel.nifti1.Nifti1Image(arrays[name].transpose(2, 1, 0), np.eye(4))
+            nibabel.loadsave.save(volume, out / folder / f"{path.stem}.nii.gz")
+
+
 def main() -> None:
     """Write all folders."""
     data, out = map(Path, sys.argv[1:])
+    hearts(data, out / "acdc")
     cells(data, out / "wbc")
 
     covid = data / "covid_cxr_boxes"
