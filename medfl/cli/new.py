@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from medfl.cli.arguments import existing, given_columns, parse_names
 from medfl.cli.parser import add_verb, show
+from medfl.core import listed
 from medfl.storage import require_new_bundle
 
 if TYPE_CHECKING:
@@ -176,8 +177,8 @@ def _planned(survey: Survey) -> Survey:
     if planned.clip and of_normalisation in notes:
         notes.remove(of_normalisation)
 
-    survey = replace(survey, plan=planned, patch=planned.patch, notes=tuple(notes))
-    return replace(survey, said=(*survey.said, text))
+    layout = (*survey.said, text)
+    return replace(survey, plan=planned, patch=planned.patch, notes=tuple(notes), said=layout)
 
 
 def _offer(args: Namespace, survey: Survey) -> str:
@@ -220,6 +221,9 @@ def _lines(folder: Path, survey: Survey, command: str, unknown: str) -> list[str
         lines.append(f"{survey.patients} patients, each in one section")
     else:
         lines.append(f"note: {unknown}")
+
+    if survey.centres:
+        lines.append(f"a site for each centre: {listed(survey.centres)}")
 
     lines += [f"note: {note}" for note in survey.notes]
     if survey.phantom:

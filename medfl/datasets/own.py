@@ -464,10 +464,14 @@ def _pairs(images: Path, masks: Path, lacking: bool) -> tables.Table:
         advice = f"name each mask as its image, and move other files away{_ALONE}"
         images_end = [matching.MASK_END.search(name) for name, _ in image_paths]
         masks_end = [matching.MASK_END.search(name) for name, _ in mask_paths]
+        if {name.rpartition("_")[0] for name, _ in mask_paths} <= dict(image_paths).keys():
+            advice = matching.MERGE
         if image_paths and all(images_end) and not any(masks_end):
             advice = f"the masks seem to be in {images}: swap the two folders"
 
-        raise InputError(problem, "an image and its mask have the same name", advice)
+        raise InputError(
+            problem, "an image and its mask have the same name, in the same capitals", advice
+        )
 
     return table
 

@@ -291,7 +291,14 @@ def write(folder: Path) -> Folds:
     cross_validation = Folds.read(folder)
     summary = cross_validation.summary()
     write_json(folder / "summary.json", summary)
-    _write_predictions(cross_validation)
+
+    predictions = []
+    for number, run in cross_validation.runs.items():
+        assert run.prediction_table is not None  # `Folds.read` accepts no others
+        for _, row in run.prediction_table.rows:
+            predictions.append({"id": row["id"], "fold": number, **row})
+
+    RunFolder(folder).write_table("predictions.csv", predictions)
     head, rows = cross_validation.cells()
     values = {
         "folds": cross_validation,
@@ -306,16 +313,6 @@ def write(folder: Path) -> Folds:
     write_atomic(folder / "report.html", rendered("folds.html.j2", values))
 
     return cross_validation
-
-
-def _write_predictions(folds: Folds) -> None:
-    """Write the predictions of all folds as one table, with a column for the fold."""
-    rows = []
-    for number, run in folds.runs.items():
-        for row in run.prediction_rows() or ():
-            rows.append({"id": row["id"], "fold": number, **row})
-
-    RunFolder(folds.path).write_table("predictions.csv", rows)
 
 
 def _predictions(run: RunFiles) -> Predictions:

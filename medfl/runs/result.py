@@ -178,8 +178,7 @@ class Result(ResultTables):
         Raises:
             InputError: the run has not got that far.
         """
-        rows = self._files.prediction_rows()
-        return list(map(parse_row, self._needed(rows, "predictions.csv")))
+        return [parse_row(row) for _, row in self._prediction_table.rows]
 
     @property
     def labels(self) -> Integers:

@@ -498,7 +498,7 @@ def _class_folders(root: Path) -> own.OwnImages:
 def _patients(
     dataset: own.OwnImages, divided: Sequence[tuple[Record, str]], group_by: str | None
 ) -> Document:
-    """Return the fields of a survey about patients and folds."""
+    """Return the fields of a survey about patients, centres and folds."""
     fields: Document = {
         "group_by": group_by,
         "tested": sum(section == "test" for _, section in divided),
@@ -507,6 +507,13 @@ def _patients(
     # a site needs a patient for training even if one fold tests and another patient validates
     trained = len(groups) - math.ceil(len(groups) / _FOLDS) - 1
     fields["sites"] = min(3, max(1, trained))
+
+    centres: dict[str, set[str]] = defaultdict(set)
+    for record, section in divided:
+        centres[dataset.rows.get(record.id, {}).get("centre") or ""].add(section)
+
+    if len(centres) > 1 and "" not in centres and all("train" in has for has in centres.values()):
+        fields["centres"] = tuple(sorted(centres))
 
     patients = {(record.group, record.label) for record, _ in divided}
     fewest = min(Counter(label for _, label in patients).values())  # patients of a class

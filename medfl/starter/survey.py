@@ -46,6 +46,7 @@ class Survey:
         said: their layout and how a table was read.
         tested: images in the test section.
         sites: default number of sites of a run: three, or fewer with few patients.
+        centres: that are its sites instead, () unless each image has one and each of them has training images.
         mask_values: values of the classes in masks, if they are not 0, 1, 2, ...
         mask_colours: (index, red, green, blue) of classes in masks with a palette of colours.
         channel_titles: names of the channels if a file gives them.
@@ -79,6 +80,7 @@ class Survey:
     said: tuple[str, ...] = ()
     tested: int = 0
     sites: int = 3
+    centres: tuple[str, ...] = ()
     folds: int = 0
     mask_values: tuple[int, ...] = ()
     mask_colours: tuple[tuple[int, ...], ...] = ()

@@ -382,25 +382,23 @@ def round_lines(path: Path) -> list[bytes]:
         raise damaged(path, str(error)) from None
 
 
-def read_rows(path: Path, columns: Sequence[str] = ()) -> list[tuple[int, dict[str, str]]]:
+def read_rows(path: Path) -> list[tuple[int, dict[str, str]]]:
     """Return the rows of a run's table, sites.csv or predictions.csv, each with its line number; "" for missing cells.
 
     Raises:
         InputError: it is not a valid table; names the line.
     """
     try:
-        names, rows = read_table(_not_linked(path))
+        _, rows = read_table(_not_linked(path))
     except Refused as error:
         raise damaged(path, str(error)) from None
 
-    if rows and (lost := not_among(columns, names)):
-        raise damaged(path, f"has no column {lost[0]}")
-
+    key = "site" if path.name == "sites.csv" else "id"
     cleaned = []
     for number, row in rows:
         # csv puts cells beyond the header under None.
-        if None in row or (path.name == "sites.csv" and not row.get("site")):
-            raise damaged(path, f"line {number} does not fit its header")
+        if None in row or not row.get(key):
+            raise damaged(path, f"line {number} does not fit its header, or has no {key}")
         cells = {from_cell(name): from_cell(cell or "") for name, cell in row.items()}
         cleaned.append((number, cells))
 

@@ -136,7 +136,8 @@ class RunReader:
     @cached_property
     def sites(self) -> Sequence[Mapping[str, str]]:
         """The rows of `sites.csv` without blank cells."""
-        rows = self._rows("sites.csv") or []
+        table = self._table("sites.csv")
+        rows = table.rows if table else ()
         return [{name: cell for name, cell in row.items() if cell} for _, row in rows]
 
     @cached_property
@@ -162,19 +163,8 @@ class RunReader:
         return self._table(NEWCOMERS)
 
     def _table(self, name: str) -> Table | None:
-        rows = self._rows(name)
-        return None if rows is None else Table(self.path / name, rows)
-
-    def prediction_rows(self) -> list[dict[str, str]] | None:
-        """Return the rows of `predictions.csv` as text; errors as in `prediction_table`."""
-        rows = self._rows("predictions.csv", ("id", "site"))
-        return None if rows is None else [row for _, row in rows]
-
-    def _rows(
-        self, name: str, columns: Sequence[str] = ()
-    ) -> list[tuple[int, dict[str, str]]] | None:
         path = self.path / name
-        return read_rows(path, columns) if path.is_file() else None
+        return Table(path, read_rows(path)) if path.is_file() else None
 
     @cached_property
     def promised(self) -> Config | None:

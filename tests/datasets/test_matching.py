@@ -181,6 +181,21 @@ def test_masks_in_the_folder_of_the_images_are_told(tmp_path: Path) -> None:
         own.with_masks(tmp_path, "images", "masks")
 
 
+def test_why_masks_have_no_image_is_said(tmp_path: Path) -> None:
+    for number in range(3):
+        picture(tmp_path / "images" / f"C{number}.png")
+        picture(tmp_path / "masks" / f"c{number}.png")
+        for structure in ("liver", "spleen"):
+            picture(tmp_path / "by ending" / f"C{number}_{structure}.png")
+            picture(tmp_path / "by folder" / structure / f"C{number}.png")
+
+    with pytest.raises(InputError, match=r"c0\.png has no image .* in the same capitals;"):
+        own.with_masks(tmp_path, "images", "masks")
+    for masks in ("by ending", "by folder"):
+        with pytest.raises(InputError, match=r"merged into one with the values 1, 2, …"):
+            own.with_masks(tmp_path, "images", masks)
+
+
 @pytest.mark.parametrize("name", ["lung_cxr", "skin_lesion"])
 def test_folders_of_pairs_of_a_data_set_keep_patients_apart(name: str, tmp_path: Path) -> None:
     for number in range(12):

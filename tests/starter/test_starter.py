@@ -16,6 +16,7 @@ import nibabel as nib
 import numpy as np
 import pytest
 import torch
+import yaml
 from monai.bundle import ConfigParser
 from monai.data import MetaTensor
 from PIL import Image
@@ -433,6 +434,32 @@ def test_the_verb_says_what_it_saw_and_how_to_go_on(
     shutil.rmtree(tmp_path / "mine")
     assert cli.main(command) == 0
     assert document["next"] in capsys.readouterr().out
+
+
+def test_a_bundle_of_images_from_several_centres_has_them_as_sites(
+    pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def new(name: str, centres: str) -> Path:
+        rows = [f"c{n:02d}.png,{centres[n % len(centres)].strip()}\n" for n in range(20)]
+        (pairs / "cases.csv").write_text("file,centre\n" + "".join(rows))
+        folders = ["--images", str(pairs / "images"), "--masks", str(pairs / "masks")]
+        assert cli.main(["new", str(tmp_path / name), *folders]) == 0
+        return tmp_path / name
+
+    bundle = str(new("two", "ab"))
+    assert "a site for each centre: a, b\n" in capsys.readouterr().out
+    assert list(make_plan(Request(bundle=bundle, data=str(pairs))).run.partition.sites) == [
+        "a",
+        "b",
+    ]
+    with pytest.raises(InputError, match=r"it has 2: a, b; .* --partition iid"):
+        make_plan(Request(bundle=bundle, data=str(pairs), sites=3))
+
+    plan = make_plan(Request(bundle=bundle, data=str(pairs), sites=3, partition="iid"))
+    assert len(plan.run.partition.sites) == 3
+    for name, centres in (("one", "a"), ("some-unknown", "ab ")):
+        federated = yaml.safe_load((new(name, centres) / "configs/federated.yaml").read_text())
+        assert (federated["partition"], federated["sites"]) == ("iid", 3)
 
 
 def own_groups(bundle: Path, data: Path) -> int:

@@ -137,7 +137,8 @@ def test_what_is_no_plain_file_is_not_waited_for(tmp_path: Path) -> None:
 def test_a_run_s_file_that_is_a_link_is_not_followed(
     name: str, content: str, read: Callable[[Path], object], tmp_path: Path
 ) -> None:
-    elsewhere = tmp_path / "elsewhere"
+    elsewhere = tmp_path / "elsewhere" / name
+    elsewhere.parent.mkdir()
     elsewhere.write_text(content)
     read(elsewhere)
     path = tmp_path / name

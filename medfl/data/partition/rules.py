@@ -204,7 +204,7 @@ def assign(
         raise InputError(
             f"{sites} sites with partition {spec!r}",
             f"it has {len(order)}: {listed(order)}",
-            "leave the number of sites out or make it agree",
+            "leave the number of sites out, or choose another partition, as --partition iid",
         )
 
     _check_trained(spec, set(order) - _untrained(kind, values), homes["train"])

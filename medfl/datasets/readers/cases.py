@@ -142,7 +142,7 @@ def read(root: Path, records: Sequence[Record], unlabelled: Sequence[Record] = (
 
         raise InputError(
             f"{path} has no row for image {tables.several(missing, 'images')}",
-            "a row for each image",
+            "a row for each image, by its name in the same capitals",
             advice,
         )
 

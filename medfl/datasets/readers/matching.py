@@ -14,6 +14,7 @@ Named = Sequence[tuple[str, str]]
 Matched = tuple[Mapping[str, str], Mapping[str, str]]
 """Name -> URI of the images, and of the masks by their images' names."""
 
+MERGE = "masks of a structure each are to be merged into one with the values 1, 2, …"
 MASK_END = re.compile(r"(?<=.)[_.](?:mask|segmentation|seg|label)$", re.IGNORECASE)
 # A name that says no more than what it is.
 _ONLY = re.compile(r"(?:mask|segmentation|seg|label)s?", re.IGNORECASE)
@@ -84,7 +85,7 @@ def match(images: Named, masks: Named) -> Matched:
             raise InputError(
                 f"masks {matched[name]} and {uri} are both the mask{of}",
                 "one for each image",
-                "remove one of them",
+                f"remove one of them; {MERGE}",
             )
 
         matched[name] = uri
