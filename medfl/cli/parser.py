@@ -39,7 +39,8 @@ class Parser(Flags, argparse.ArgumentParser):
         """Refuse arguments unknown to this verb here, where its options can be named."""
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            self.error(f"unknown {' '.join(unknown)}", unknown[0].partition("=")[0])
+            problem = "unknown" if unknown[0].startswith("-") else "no option takes"
+            self.error(f"{problem} {' '.join(unknown)}", unknown[0].partition("=")[0])
 
         return parsed, unknown
 

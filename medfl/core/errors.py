@@ -110,9 +110,10 @@ def either(names: Iterable[object]) -> str:
 
 def did_you_mean(given: str, known: Iterable[str], advice: str) -> str:
     """Return advice on an unknown name: the most similar known name, if any, then `advice`."""
-    near = difflib.get_close_matches(given, list(known), 1)
+    bare = {name.lstrip("-"): name for name in known}  # two dashes alike are no similarity
+    near = difflib.get_close_matches(given.lstrip("-"), bare, 1)
     if near:
-        return f"did you mean {near[0]}? if not, {advice}"
+        return f"did you mean {bare[near[0]]}? if not, {advice}"
 
     return advice
 

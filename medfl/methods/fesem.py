@@ -176,7 +176,10 @@ def _spread(
     """Return the first `count` centres, then sites' weights up to K in all, each the farthest from those before."""
     chosen = [*centres[:count]] or [weights_of[0]]
     while len(chosen) < len(centres):
-        squares = [_least_square(weights, chosen, names) for weights in weights_of]
+        squares = []
+        for weights in weights_of:
+            squares.append(min(_square(weights, centre, names) for centre in chosen))
+
         farthest = max(squares)
         # fewer different weights than centres: a second one in the same place would get no members
         if not farthest:
@@ -185,10 +188,6 @@ def _spread(
         chosen.append(weights_of[squares.index(farthest)])
 
     return chosen
-
-
-def _least_square(weights: Weights, centres: Sequence[Weights], names: Sequence[str]) -> float:
-    return min(_square(weights, centre, names) for centre in centres)
 
 
 def _square(weights: Weights, centre: Weights, names: Sequence[str]) -> float:

@@ -101,7 +101,8 @@ def mask_overlays(
     rows = []
     tall = _TITLE + _LEGEND
     for case, cut in zip(examples, cuts, strict=True):
-        scale = _scale(cut, panel)
+        # millimetres (or pixels) per inch, the same in all planes of a case
+        scale = max(max(plane.size[1] / panel, plane.size[0] / (_TALLEST * panel)) for plane in cut)
         height = _CASE + sum(plane.size[0] / scale + _GAP for plane in cut)
         rows.append((case, cut, scale, height))
         tall += height
@@ -143,11 +144,6 @@ def mask_overlays(
 
 
 # Cases
-
-
-def _scale(cut: Sequence[Plane], panel: float) -> float:
-    """Return millimetres (or pixels) per inch, the same in all planes of a case."""
-    return max(max(plane.size[1] / panel, plane.size[0] / (_TALLEST * panel)) for plane in cut)
 
 
 def _case(

@@ -192,6 +192,8 @@ def _sees(line: str, *texts: str) -> None:
         (("--device", "cuda:99"), ("--device cuda:99", "CUDA devices")),
         (("--runtime", "spark"), ("--runtime spark", "simulator")),
         (("--round", "3"), ("unknown --round 3", "did you mean --rounds?")),
+        (("--clip", "3"), ("unknown --clip 3", "options; see medfl run --help")),  # not: did you mean --help?
+        (("--seed", "3", "4"), ("no option takes 4", "options; see medfl run --help")),
         (("--data", "/no/such/folder"), ("/no/such/folder is not a folder", LAYOUTS)),
     ],
 )  # fmt: skip
