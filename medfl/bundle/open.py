@@ -187,7 +187,8 @@ def _changed_error(run: Run, current: str, folder: Path | None) -> InputError:
     return InputError(
         f"bundle {run.bundle!r} has changed since the run{where}: that of {current} has another configuration hash",
         f"the recorded one is {run.bundle_sha256[:12]}",
-        f"name {place}: medfl run FOLDER --resume --out {out}, or medfl run FOLDER --from {out}/run.json",
+        f"restore it; to train, name {place}: medfl run FOLDER --resume --out {out}, or medfl run FOLDER "
+        f"--from {out}/run.json",
     )
 
 

@@ -432,7 +432,9 @@ class Findings:
                 "patients", "warning", text, "scores on them are too good: choose another split"
             )
         else:
-            yield Finding("patients", "ok", "no patient or lesion has images in several sections")
+            yield Finding(
+                "patients", "ok", "no known patient or lesion has images in several sections"
+            )
 
 
 def named(names: Sequence[str], limit: int = _MAX_NAMES) -> str:
