@@ -73,7 +73,10 @@ def write(
     """
     affine = geometry.original_affine
     file = io.BytesIO()
-    if in_dicom := mask.ndim == 2 and _is_dicom(geometry.file):
+    is_named_picture = geometry.file.lower().endswith(IMAGE_SUFFIXES)
+    if in_dicom := (
+        mask.ndim == 2 and not is_named_picture and dicom.is_named_or_begins_so(geometry.file)
+    ):
         if np.array_equal(affine, np.eye(4)):  # rows come first
             mask = mask.T
             affine = dicom.picture_affine(geometry.file)
@@ -90,10 +93,6 @@ def write(
 
     write_atomic(path, file.getvalue())
     return path
-
-
-def _is_dicom(file: str) -> bool:
-    return not file.lower().endswith(IMAGE_SUFFIXES) and dicom.is_named_or_begins_so(file)
 
 
 def is_picture(geometry: Geometry) -> bool:

@@ -382,23 +382,25 @@ def round_lines(path: Path) -> list[bytes]:
         raise damaged(path, str(error)) from None
 
 
-def read_rows(path: Path) -> list[tuple[int, dict[str, str]]]:
+def read_rows(path: Path, columns: Sequence[str] = ()) -> list[tuple[int, dict[str, str]]]:
     """Return the rows of a run's table, sites.csv or predictions.csv, each with its line number; "" for missing cells.
 
     Raises:
         InputError: it is not a valid table; names the line.
     """
     try:
-        _, rows = read_table(_not_linked(path))
+        names, rows = read_table(_not_linked(path))
     except Refused as error:
         raise damaged(path, str(error)) from None
 
-    key = "site" if path.name == "sites.csv" else "id"
+    if rows and (lost := not_among(columns, names)):
+        raise damaged(path, f"has no column {lost[0]}")
+
     cleaned = []
     for number, row in rows:
         # csv puts cells beyond the header under None.
-        if None in row or not row.get(key):
-            raise damaged(path, f"line {number} does not fit its header, or has no {key}")
+        if None in row or (path.name == "sites.csv" and not row.get("site")):
+            raise damaged(path, f"line {number} does not fit its header")
         cells = {from_cell(name): from_cell(cell or "") for name, cell in row.items()}
         cleaned.append((number, cells))
 

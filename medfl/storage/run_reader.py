@@ -155,16 +155,16 @@ class RunReader:
     @cached_property
     def prediction_table(self) -> Table | None:
         """`predictions.csv`, None if the run did not get that far."""
-        return self._table("predictions.csv")
+        return self._table("predictions.csv", ("id",))
 
     @cached_property
     def newcomer_table(self) -> Table | None:
         """`newcomers.csv`, None if there is none."""
         return self._table(NEWCOMERS)
 
-    def _table(self, name: str) -> Table | None:
+    def _table(self, name: str, columns: Sequence[str] = ()) -> Table | None:
         path = self.path / name
-        return Table(path, read_rows(path)) if path.is_file() else None
+        return Table(path, read_rows(path, columns)) if path.is_file() else None
 
     @cached_property
     def promised(self) -> Config | None:
