@@ -202,9 +202,10 @@ class _Table:
     def meaning(self) -> Meaning:
         requested = self._wanted
         by_head = {head(name): name for name in reversed(self._columns)}
-        columns = []
-        for name in requested.columns:
-            columns.append(find_column(self._path, self._columns, name, "--label-column"))
+        columns = [
+            find_column(self._path, self._columns, name, "--label-column")
+            for name in requested.columns
+        ]
 
         label = next((by_head[name] for name in LABELS if name in by_head), None)
         if not columns and label is not None and label != self._image_column:
@@ -222,12 +223,14 @@ class _Table:
         if columns:
             return self._of_several(columns, are_named=True)
 
+        notes: list[str] = []
         marks = []
         if requested.task != "regression":
-            marks = self._marks()
+            marks = self._marks(notes)
 
         if len(marks) > 1 or (marks and requested.task == "multilabel"):
-            return self._of_several(marks, are_named=False)
+            meaning = self._of_several(marks, are_named=False)
+            return replace(meaning, notes=(*meaning.notes, *notes))
 
         return self._found()
 
@@ -255,7 +258,8 @@ class _Table:
         if task == "regression":
             return self._numbers([column])
 
-        if all(map(_is_mark, self._lower(column))):
+        has_outcomes = {"0", "1"} <= {*cells} and "|" not in "".join(cells)
+        if has_outcomes or all(map(_is_mark, self._lower(column))):
             return self._findings([column])
 
         return self._parted(column, cells)
@@ -290,10 +294,9 @@ class _Table:
                     "correct the cell",
                 )
 
-        values = []
-        for entry in sets:
-            values.append(() if entry is None else tuple(float(name in entry) for name in names))
-
+        values = [
+            () if entry is None else tuple(float(name in entry) for name in names) for entry in sets
+        ]
         return Meaning(
             "multilabel",
             values,
@@ -552,8 +555,8 @@ class _Table:
         cells = [cell for cell in self._lower(column) if cell not in _EMPTY]
         return bool(cells) and all(map(_NUMBER.fullmatch, cells))
 
-    def _marks(self) -> list[str]:
-        """Return the columns of 0 and 1.
+    def _marks(self, notes: list[str]) -> list[str]:
+        """Return the columns of 0 and 1; a note says which column has something else beside them.
 
         Raises:
             InputError: nearly all cells of a column are such, and another is not.
@@ -570,6 +573,10 @@ class _Table:
             if odd and sure >= _MOSTLY * (sure + len(odd)):
                 raise self._wrong(
                     name, odd[0], "0, 1, -1 (uncertain) or nothing; numbers with --task regression"
+                )
+            if odd and {"0", "1"} <= {*cells}:
+                notes.append(
+                    f"not taken: {cells[odd[0]]!r} in column {name!r}; --label-column names the columns"
                 )
 
         return marks
