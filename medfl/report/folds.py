@@ -118,7 +118,7 @@ class Folds:
 
         folds = cls(path, count, runs)
         # a case that is pooled twice would count twice
-        for ident, times in Counter(folds.ids).items():
+        for ident, times in Counter(folds.cases.ids).items():
             if times > 1:
                 raise InputError(
                     f"{ident} is a test case of several folds in {path}",
@@ -132,11 +132,6 @@ class Folds:
     def first(self) -> RunFiles:
         """The first run."""
         return next(iter(self.runs.values()))
-
-    @property
-    def ids(self) -> list[str]:
-        """Ids of all test cases."""
-        return [*self.cases.ids]
 
     @cached_property
     def compared(self) -> Mapping[str, Cases]:
@@ -199,7 +194,7 @@ class Folds:
             "data_source": run.record["data"]["source"],
             "judged": summaries[0].get("judged"),
             "key_metric": run.key,
-            "cases": len(self.ids),
+            "cases": len(self.cases),
             "last": {"round": run.record["rounds"], **self.pooled, **classes},
             "per_fold": per_fold,
             "spread": {name: self.spread(name) for name in self.names},
@@ -221,8 +216,9 @@ class Folds:
 
         if len(in_all) < len(pooled):
             names = listed([self.first.classes[i] for i in pooled if i not in in_all])
-            text = f"pooled means are also over {names}, which too few test images of a fold have or lack"
-            notes = (*notes, text)
+            notes += (
+                f"pooled means are also over {names}, which too few test images of a fold have or lack",
+            )
 
         folds_by_rounds: dict[int, list[str]] = {}
         for number, run in self.runs.items():
@@ -262,7 +258,7 @@ class Folds:
         if min(counts) < len(self.runs):
             rows.append(["folds with it", "", "", *map(str, counts)])
 
-        rows.append(["pooled", "", str(len(self.ids)), *numbers(self.pooled)])
+        rows.append(["pooled", "", str(len(self.cases)), *numbers(self.pooled)])
 
         return ["", "train", "test", *map(self.first.title, names)], rows
 

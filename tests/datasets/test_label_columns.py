@@ -340,6 +340,25 @@ def test_a_finding_with_more_than_two_outcomes_is_said_not_to_be_taken(tmp_path:
     assert "not taken: 'severe' in column 'Edema'; --label-column names the columns" in found.notes
 
 
+@pytest.mark.parametrize(
+    ("head", "unknown", "known", "noun"),
+    [
+        ("Mass,Edema", ",", "1,0", "known finding"),
+        ("Mass,Edema", "-1,?", "1,0", "known finding"),
+        ("months", "nan", "7.5", "number"),
+        ("label", "", "a", "class"),
+    ],
+)
+def test_a_centre_of_which_nothing_is_known_is_said_to_be_no_site(
+    head: str, unknown: str, known: str, noun: str, tmp_path: Path
+) -> None:
+    """A federation of two hospitals became one of a single one without a word."""
+    text = f"file,{head},centre\n0,{unknown},north\n1,{known},south\n2,{known},south\n"
+    found = read(tmp_path, text.replace("\n2,1,0", "\n2,0,1").replace("2,7.5", "2,8.25"))
+    assert f"no image of north has a {noun}: it is no site" in found.notes
+    assert not any("south" in note for note in found.notes)
+
+
 @pytest.mark.parametrize("choice", [{"task": "ordinal"}, {"uncertain": "half"}, {"blank": "ones"}])
 def test_other_choices_are_refused(choice: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=f"{next(iter(choice))} '"):

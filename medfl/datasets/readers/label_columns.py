@@ -728,9 +728,18 @@ def read(path: Path, images: Sequence[str], wanted: Wanted | None = None) -> Lab
 
     case_heads |= {role: column for role, column in roles.items() if role != "file"}
     used = set()
-    for number in index.values():
-        used.add(str(rows[number]))  # a row may be there twice
+    cases_of = {}
+    pairs = []
+    for image, number in index.items():
+        row = rows[number]
+        used.add(str(row))  # a row may be there twice
+        cases_of[image] = {name: (row[key] or "").strip() for name, key in case_heads.items()}
+        if _stem(row[column]) != _stem(image):
+            pairs.append((row[column], image))
 
+    absent = {case.get("centre", "") for case in cases_of.values()}
+    absent -= {cases_of[image].get("centre", "") for image in labelled}
+    absent.discard("")
     without_image = [str(row[column]) for row in rows if str(row) not in used]
     left_out = {
         "images of the folder are not in the table": [i for i in images if i not in index],
@@ -740,11 +749,10 @@ def read(path: Path, images: Sequence[str], wanted: Wanted | None = None) -> Lab
         "rows of the table have no image": without_image,
     }
     notes = [*spelled, *meaning.notes]
-    pairs = []
-    for image, number in index.items():
-        if _stem(rows[number][column]) != _stem(image):
-            pairs.append((rows[number][column], image))
-
+    if absent:
+        notes.append(
+            f"no image of {listed(sorted(absent))} has a {_NOUNS[meaning.task]}: it is no site"
+        )
     if pairs:
         notes.append(
             f"{len(pairs)} names of images differ from the table's in zeros before a number, which spreadsheets take, "
@@ -775,11 +783,6 @@ def read(path: Path, images: Sequence[str], wanted: Wanted | None = None) -> Lab
         if not {*re.split(r"\s*[;,/+]\s*", name)}.isdisjoint({*names} - {name}):
             notes.append(f"class {name!r} may be several findings: | between them makes them such")
             break
-
-    cases_of = {}
-    for image, number in index.items():
-        row = rows[number]
-        cases_of[image] = {name: (row[key] or "").strip() for name, key in case_heads.items()}
 
     by = [f"images by column {column!r}", meaning.text]
     by += [f"{name}s by {key!r}" for name, key in case_heads.items()]
