@@ -573,6 +573,18 @@ def test_a_reference_calls_its_columns_as_it_likes(trained: Any, tmp_path: Path)
         )  # fmt: skip
 
 
+def test_a_long_unit_is_not_cut_off_above_the_sites(tmp_path: Path) -> None:
+    """ "MAE (mont" stood above the errors of the one model."""
+    folder = build(tmp_path, rounds=1, key_metric="mae")
+    path = folder / "summary.json"
+    summary = json.loads(path.read_text())
+    path.write_text(json.dumps(summary | {"units": {"mae": "months"}}))
+    (title,) = [
+        line for line in result_table(folder).splitlines() if line.strip().startswith("MAE")
+    ]
+    assert title.strip().startswith("MAE (months)")
+
+
 def test_older_tables_lack_nothing(tmp_path: Path) -> None:
     """A run of classes that some sites lack, from before that was recorded, ranks as it did."""
     run = RunFiles(build(tmp_path, rounds=1))
