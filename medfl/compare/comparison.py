@@ -174,9 +174,9 @@ class Comparison:
 
             by_seed[seed] = run
 
-        self.rows: list[Row] = []
-        for (partition, method), by_seed in rows.items():
-            self.rows.append(Row(method, partition, by_seed))
+        self.rows = [
+            Row(method, partition, by_seed) for (partition, method), by_seed in rows.items()
+        ]
 
         self.key = runs[0].key
         self.higher = metrics.higher_is_better(self.key)

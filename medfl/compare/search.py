@@ -69,10 +69,10 @@ def trials(
     Raises:
         InputError: no such method, an invalid run setting, or a count below 1 or above the number of combinations.
     """
-    points = []
-    for combination in itertools.product(*values.values()):
-        points.append(dict(zip(values, combination, strict=True)))
-
+    points = [
+        dict(zip(values, combination, strict=True))
+        for combination in itertools.product(*values.values())
+    ]
     if count is not None and not 1 <= count <= len(points):
         raise InputError(
             f"--trials {count}",

@@ -624,9 +624,7 @@ class Sampled(Prepared):
             seeds = torch.randint(2**31 - 1, (len(indices),), generator=generator)
 
         pairs = list(zip(indices.tolist(), seeds.tolist(), strict=True))
-        work = []
-        for start in range(0, len(pairs), size):
-            work.append(pairs[start : start + size])
+        work = [pairs[start : start + size] for start in range(0, len(pairs), size)]
 
         if self.in_threads and len(work) > 1:
             batches = self._in_threads(work)

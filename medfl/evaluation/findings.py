@@ -11,10 +11,11 @@ from collections.abc import Collection, Sequence
 import numpy as np
 from scipy.stats import rankdata
 
-from medfl.core import Metrics
+from medfl.core import Metrics, without
 from medfl.core.arrays import Array, Flags, Floats
 from medfl.evaluation import bootstrap
 from medfl.evaluation.bootstrap import Draws
+from medfl.evaluation.numbers import mean_of
 
 LEAST = 10
 """Minimum number of cases with a finding, and of cases without it, for it to enter a macro mean."""
@@ -104,15 +105,7 @@ def summary(
         else:
             rows.append(of_one(findings[:, k], probabilities[:, k], decisions[:, k]))
 
-    if not rows:
-        return {}
-
-    means = {}
-    for name in rows[0]:
-        if name not in ("positives", "cases"):
-            means[name] = float(np.mean([row[name] for row in rows]))
-
-    return means
+    return without(mean_of(rows), ("positives", "cases"))
 
 
 def redrawn(

@@ -203,7 +203,7 @@ class Problem:
 
         The numbers are those of a regression, or 1.0, 0.0 or None (unknown) for each finding.
         """
-        return self.kind.items(self.items(section))
+        return list(map(self.kind.item, self.items(section)))
 
     def prepared(self, section: str, *, jobs: int = 1, progress: bool = False) -> Prepared:
         """Run the section's deterministic transforms once and return its items ready to be batched."""

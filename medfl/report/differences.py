@@ -154,9 +154,9 @@ def _comparable(key: str, parts: Sequence[Predictions]) -> list[Predictions]:
     """Return sets of cases such that a mean over classes covers the same ones in each, [] if that is impossible."""
     kind = parts[0].kind
     cases_of = kind.comparable({str(i): part.cases for i, part in enumerate(parts)})
-    compared = []
-    for i, part in enumerate(parts):
-        compared.append(Predictions(cases_of[str(i)], part.sites, part.kind))
+    compared = [
+        Predictions(cases_of[str(i)], part.sites, part.kind) for i, part in enumerate(parts)
+    ]
 
     if key in metrics.OVER_CLASSES and len({kind.averaged(part.cases) for part in compared}) > 1:
         return [part.select(np.zeros(0, np.int64)) for part in compared]

@@ -18,6 +18,7 @@ from medfl.core import (
     Document,
     InputError,
     Metrics,
+    listed,
     tables,
     terminal,
     within,
@@ -117,7 +118,7 @@ class Folds:
 
         folds = cls(path, count, runs)
         # a case that is pooled twice would count twice
-        for ident, times in Counter(folds.ids).items():
+        for ident, times in Counter(folds.cases.ids).items():
             if times > 1:
                 raise InputError(
                     f"{ident} is a test case of several folds in {path}",
@@ -132,21 +133,15 @@ class Folds:
         """The first run."""
         return next(iter(self.runs.values()))
 
-    @property
-    def ids(self) -> list[str]:
-        """Ids of all test cases."""
-        ids: list[str] = []
-        for run in self.runs.values():
-            ids += _predictions(run).ids
-
-        return ids
+    @cached_property
+    def compared(self) -> Mapping[str, Cases]:
+        """Fold -> its test cases, with means over the same findings in all folds."""
+        return self.first.kind.comparable({str(n): _cases(run) for n, run in self.runs.items()})
 
     @cached_property
     def rows(self) -> dict[int, Metrics]:
-        """Fold -> the metrics of its test cases, with means over the same findings in all folds."""
-        cases_of = {str(number): _cases(run) for number, run in self.runs.items()}
-        compared = self.first.kind.comparable(cases_of)
-        return {number: metrics.summarise(compared[str(number)]) for number in self.runs}
+        """Fold -> the metrics of its test cases."""
+        return {number: metrics.summarise(self.compared[str(number)]) for number in self.runs}
 
     @cached_property
     def pooled(self) -> Metrics:
@@ -199,7 +194,7 @@ class Folds:
             "data_source": run.record["data"]["source"],
             "judged": summaries[0].get("judged"),
             "key_metric": run.key,
-            "cases": len(self.ids),
+            "cases": len(self.cases),
             "last": {"round": run.record["rounds"], **self.pooled, **classes},
             "per_fold": per_fold,
             "spread": {name: self.spread(name) for name in self.names},
@@ -213,6 +208,18 @@ class Folds:
         """The basis of the results, undefined metrics, and different numbers of rounds between folds."""
         undefined = ((f"fold-{number}", run.undefined) for number, run in self.runs.items())
         notes = (NOTE, *told_by(undefined))
+        averaged = self.first.kind.averaged
+        pooled = averaged(self.cases)
+        in_all = {*pooled}
+        for cases in filter(len, self.compared.values()):
+            in_all.intersection_update(averaged(cases))
+
+        if len(in_all) < len(pooled):
+            names = listed([self.first.classes[i] for i in pooled if i not in in_all])
+            notes += (
+                f"pooled means are also over {names}, which too few test images of a fold have or lack",
+            )
+
         folds_by_rounds: dict[int, list[str]] = {}
         for number, run in self.runs.items():
             folds_by_rounds.setdefault(int(run.record["rounds"]), []).append(f"fold-{number}")
@@ -220,11 +227,9 @@ class Folds:
         if len(folds_by_rounds) == 1:
             return notes
 
-        parts = []
-        for rounds, names in folds_by_rounds.items():
-            parts.append(f"{rounds} in {', '.join(names)}")
-
-        rounds_text = "; ".join(parts)
+        rounds_text = "; ".join(
+            f"{n} in {', '.join(names)}" for n, names in folds_by_rounds.items()
+        )
         again = f"medfl run --resume --out {self.path} --rounds {max(folds_by_rounds)}"
         return (
             *notes,
@@ -247,23 +252,22 @@ class Folds:
 
         # a metric that no fold has also has no spread
         means = [formatting.number(spread.get("mean")) for spread in spreads]
-        deviations = list(map(formatting.sd, spreads))
         counts = [spread.get("count", 0) for spread in spreads]
         rows.append(["mean", "", "", *means])
-        rows.append(["sd", "", "", *deviations])
+        rows.append(["sd", "", "", *map(formatting.sd, spreads)])
         if min(counts) < len(self.runs):
             rows.append(["folds with it", "", "", *map(str, counts)])
 
-        rows.append(["pooled", "", str(len(self.ids)), *numbers(self.pooled)])
+        rows.append(["pooled", "", str(len(self.cases)), *numbers(self.pooled)])
 
         return ["", "train", "test", *map(self.first.title, names)], rows
 
     def title(self) -> str:
         """Describe the run in one line."""
-        if len(self.runs) == self.count:
-            done = f"{self.count} folds"
-        else:
-            done = f"{len(self.runs)} of {self.count} folds"
+        done = f"{self.count} folds"
+        if len(self.runs) < self.count:
+            done = f"{len(self.runs)} of {done}"
+
         return f"cross-validation of {self.first.record['bundle']} with {self.first.method}: {done}"
 
     def text(self) -> str:

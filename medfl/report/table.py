@@ -117,10 +117,13 @@ def _site_lines(
     head = label_row(["site", "train", "test", *(kind for _, kind, _ in columns)], widths)
     rule = "─" * len(head)
     titles = ""
+    end = 40
     for name, width in title_widths.items():
-        titles += f"  {run.title(name)[:width]:>{width}}"
+        end += 2 + width
+        room = end - len(titles)  # of the first also what is free above the sites
+        titles += f"{run.title(name)[: room - 2]:>{room}}"
 
-    lines = [" " * 40 + titles, head, rule]
+    lines = [titles, head, rule]
 
     for site in shown:
         sizes = [str(run.size(site, section)) for section in ("train", "test")]
@@ -144,12 +147,11 @@ def _site_lines(
         summary["sd"].append(formatting.sd(spread))
         summary["worst"].append(formatting.number(spread.get("worst")))
 
-    rows = []
+    lines.append(rule)
     for label, cells in summary.items():
-        rows.append(label_row([label, "", "", *cells], widths))
+        lines.append(label_row([label, "", "", *cells], widths))
 
-    remarks = textwrap.wrap(run.unequal_classes, screen_width())
-    return [*lines, rule, *rows, *remarks]
+    return lines + textwrap.wrap(run.unequal_classes, screen_width())
 
 
 def _pooled_lines(run: RunFiles) -> list[str]:

@@ -217,6 +217,9 @@ def test_a_path_from_another_folder_on_is_an_image(tmp_path: Path) -> None:
         # a code for unknown made numbers of the one finding, and nothing of the other
         ("file,Mass,Edema\n0,1,1\n" + "9,0,1\n" * 20 + "1,99,0\n", {},
          "'99' in column 'Mass', row 23 .*; numbers with --task regression"),
+        # three findings 0, 1 and maybe, of one that has two outcomes
+        ("file,Mass\n0,1\n1,maybe\n2,0\n", {"columns": ("Mass",), "task": "multilabel"},
+         "'maybe' in column 'Mass', row 3"),
         ("file,hc\n0,1.5\n1,1e39\n", {}, "'1e39' in column 'hc', row 3 .* up to 3.4e.38, or nothing; correct"),
         ("file,hc\n0,1.5\n1,inf\n", {}, "'inf' in column 'hc', row 3"),
         ("file;ml\n0;1.000,5\n1;2.000,5\n", {}, "'1.000,5' in column 'ml'.*write 1000.5, with a decimal point"),
@@ -328,6 +331,32 @@ def test_yes_and_no_as_spreadsheets_of_other_languages_write_them(
 )  # fmt: skip
 def test_what_a_table_could_say_too_is_said(text: str, note: str, tmp_path: Path) -> None:
     assert any(note in line for line in read(tmp_path, text).notes)
+
+
+def test_a_finding_with_more_than_two_outcomes_is_said_not_to_be_taken(tmp_path: Path) -> None:
+    """It was left out without a word."""
+    found = read(tmp_path, "file,Mass,Flu,Edema\n0,1,1,0\n1,1,1,1\n2,0,0,severe\n")
+    assert found.names == ("Mass", "Flu")
+    assert "not taken: 'severe' in column 'Edema'; --label-column names the columns" in found.notes
+
+
+@pytest.mark.parametrize(
+    ("head", "unknown", "known", "noun"),
+    [
+        ("Mass,Edema", ",", "1,0", "known finding"),
+        ("Mass,Edema", "-1,?", "1,0", "known finding"),
+        ("months", "nan", "7.5", "number"),
+        ("label", "", "a", "class"),
+    ],
+)
+def test_a_centre_of_which_nothing_is_known_is_said_to_be_no_site(
+    head: str, unknown: str, known: str, noun: str, tmp_path: Path
+) -> None:
+    """A federation of two hospitals became one of a single one without a word."""
+    text = f"file,{head},centre\n0,{unknown},north\n1,{known},south\n2,{known},south\n"
+    found = read(tmp_path, text.replace("\n2,1,0", "\n2,0,1").replace("2,7.5", "2,8.25"))
+    assert f"no image of north has a {noun}: it is no site" in found.notes
+    assert not any("south" in note for note in found.notes)
 
 
 @pytest.mark.parametrize("choice", [{"task": "ordinal"}, {"uncertain": "half"}, {"blank": "ones"}])

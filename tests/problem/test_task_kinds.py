@@ -342,6 +342,25 @@ def test_a_run_of_parts(
         assert result.summary["last"]["auroc"] > 0.6
 
 
+@pytest.mark.parametrize(("task", "metric"), [("multilabel", "auroc"), ("regression", "mae")])
+def test_callbacks_see_its_metric_and_end_a_run_by_it(
+    task: str, metric: str, tmp_path: Path
+) -> None:
+    """Steps of length 0 make no round better than the first."""
+    seen: list[medfl.RoundEnd] = []
+
+    def keep(ended: medfl.RoundEnd) -> None:
+        seen.append(ended)
+
+    parts = parts_of(task, optimizer=partial(torch.optim.SGD, lr=0.0))
+    stop = medfl.EarlyStopping(patience=2)
+    result = medfl.run(parts, "fedavg", rounds=6, out=tmp_path / "run", callbacks=[keep, stop])
+    assert [ended.round for ended in seen] == [1, 2, 3]
+    assert seen[-1].key_metric == metric
+    assert seen[-1].best() == (1, seen[0].metrics[metric])
+    assert f"{metric} has not become better" in result.summary["stopped"]
+
+
 def test_methods_with_class_prototypes_say_that_they_are_for_classification(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="a multilabel task; it supports classification"):
         medfl.run(parts_of("multilabel"), "fedmr", rounds=1, out=tmp_path / "run")
@@ -359,6 +378,6 @@ def test_a_target_that_no_kind_has_is_refused(
     kind: str, target: tuple[float, ...], told: str
 ) -> None:
     with pytest.raises(InputError, match=told):
-        KINDS[kind].items([{"id": "a", "target": target}])
+        KINDS[kind].item({"id": "a", "target": target})
 
-    assert KINDS[kind].items([{"id": "a", "target": (None, 1.0)}])
+    assert KINDS[kind].item({"id": "a", "target": (None, 1.0)})

@@ -144,20 +144,28 @@ def test_a_finding_is_scored_at_one_site_alone(tmp_path: Path) -> None:
     assert from_other_sites(RunFiles(tmp_path / "run"), "north") is None
 
 
-@pytest.mark.parametrize("task", ["multilabel", "regression"])
-def test_folds(task: str, runs: dict[str, Path], tmp_path: Path) -> None:
-    """Two folds made of one run, each with the test cases of a site: pooled they are that run."""
-    run = runs[f"{task} fedavg"]
-    lines = (run / "predictions.csv").read_text().splitlines(keepends=True)
+def cross_validated(run: Path, root: Path, rewritten: Any = lambda number, row: row) -> folds.Folds:
+    """Return two folds made of one run, each with the test cases of a site."""
+    rows = table(run / "predictions.csv")
     for number, site in enumerate(("north", "south"), 1):
-        fold = Path(shutil.copytree(run, tmp_path / f"fold-{number}"))
-        own = [line for line in lines[1:] if f",{site}," in line]
-        (fold / "predictions.csv").write_text("".join([lines[0], *own]))
+        fold = Path(shutil.copytree(run, root / f"fold-{number}"))
+        own = [rewritten(number, row) for row in rows if row["site"] == site]
+        with (fold / "predictions.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(own)
 
     record = {"folds": 2, "bundle": "parts", "images": ["a", "b"], "command": None}
     empty: dict[str, Any] = dict.fromkeys(("options", "config", "requested", "settings"), {})
-    (tmp_path / "folds.json").write_text(json.dumps(record | empty))
-    found = folds.write(tmp_path)
+    (root / "folds.json").write_text(json.dumps(record | empty))
+    return folds.write(root)
+
+
+@pytest.mark.parametrize("task", ["multilabel", "regression"])
+def test_folds(task: str, runs: dict[str, Path], tmp_path: Path) -> None:
+    """Pooled they are the run that they are made of."""
+    run = runs[f"{task} fedavg"]
+    found = cross_validated(run, tmp_path)
     last = (RunFiles(run).summary or {})["last"]
     for name in found.names[:4]:
         assert found.pooled[name] == pytest.approx(last[name])
@@ -167,6 +175,29 @@ def test_folds(task: str, runs: dict[str, Path], tmp_path: Path) -> None:
         assert "finding, pooled" in found.text()
 
     assert found.rows[1] != found.rows[2]
+    assert "pooled means are also over" not in found.text()
+
+
+def test_findings_that_means_of_folds_leave_out_are_said(
+    runs: dict[str, Path], tmp_path: Path
+) -> None:
+    """Nobody in fold 2 has a mass: the means of both folds are over effusions alone."""
+
+    def without_mass(number: int, row: dict[str, str]) -> dict[str, str]:
+        return row | {"label_Mass": "0"} if number == 2 else row
+
+    found = cross_validated(runs["multilabel fedavg"], tmp_path, without_mass)
+    for number, row in found.rows.items():
+        own = [line for line in table(tmp_path / "predictions.csv") if line["fold"] == str(number)]
+        truth, score = (
+            [float(line[f"{kind}_Effusion"]) for line in own] for kind in ("label", "p")
+        )
+        assert row["auroc"] == pytest.approx(roc_auc_score(truth, score))
+
+    said = "pooled means are also over Mass, which too few test images of a fold have or lack"
+    assert said in " ".join(found.text().split())
+    assert said[1:] in " ".join((tmp_path / "report.html").read_text().split())
+    assert said in json.loads((tmp_path / "summary.json").read_text())["notes"]
 
 
 def test_the_page_of_numbers(runs: dict[str, Path]) -> None:
@@ -540,6 +571,18 @@ def test_a_reference_calls_its_columns_as_it_likes(trained: Any, tmp_path: Path)
             run, folder / "images", tmp_path / "c",
             reference=tmp_path / "other.csv", columns={"file": "seen"},
         )  # fmt: skip
+
+
+def test_a_long_unit_is_not_cut_off_above_the_sites(tmp_path: Path) -> None:
+    """ "MAE (mont" stood above the errors of the one model."""
+    folder = build(tmp_path, rounds=1, key_metric="mae")
+    path = folder / "summary.json"
+    summary = json.loads(path.read_text())
+    path.write_text(json.dumps(summary | {"units": {"mae": "months"}}))
+    (title,) = [
+        line for line in result_table(folder).splitlines() if line.strip().startswith("MAE")
+    ]
+    assert title.strip().startswith("MAE (months)")
 
 
 def test_older_tables_lack_nothing(tmp_path: Path) -> None:

@@ -25,8 +25,10 @@ from medfl.policy.policy import Outbound, Policy
 from medfl.runs import launch
 from medfl.runtimes.monai_fl.client import MedflClientAlgo
 from medfl.runtimes.step import score_site, score_site_on_all
+from tests.runtimes import test_task_kinds as task_kinds
 from tests.runtimes.test_monai_fl import averaging, broadcast, federation, said, started
 from tests.runtimes.test_smaller_messages import Wide
+from tests.runtimes.test_task_kinds import KINDS
 from tests.support.toy import ToyBundle, bits
 
 pytest.importorskip("dp_accounting")
@@ -106,6 +108,23 @@ def test_rounds_with_noise_are_told_counted_and_end_with_the_budget(tmp_path: Pa
     assert (second.states.last, second.summary["privacy"]["replies"]) == (before, 2)
     with pytest.raises(RunError, match="nothing to send"):
         second.get_weights()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rounds_of_findings_and_of_numbers_are_counted_likewise(kind: str, tmp_path: Path) -> None:
+    made = task_kinds.federation("fedavg", kind)
+    first = site(made, outbound=NOISY, folder=tmp_path)
+    first.train(broadcast(made, "x", 1))
+    plain = site(made, outbound=Outbound(clip=1.0))
+    plain.train(broadcast(made, "x", 1))
+    assert bits(first.get_weights().weights) != bits(plain.get_weights().weights)
+    account = first.summary["privacy"]
+    assert (account["replies"], account["epsilon"] > 0) == (1, True)
+
+    budget = replace(NOISY, epsilon=1.05 * account["epsilon"])
+    second = site(made, outbound=budget, folder=tmp_path)
+    with pytest.raises(RunError, match="its outbound policy refuses: the budget is epsilon"):
+        second.train(broadcast(made, "x", 2))
 
 
 def test_a_repeated_round_draws_new_noise_and_counts_again() -> None:

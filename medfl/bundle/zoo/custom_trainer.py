@@ -131,9 +131,9 @@ class CustomTrainer:
             if hook is not None:
                 hook(parameters)
 
-        handles = []
-        for optimizer, _ in self._optimizers:
-            handles.append(optimizer.register_step_pre_hook(before_step))
+        handles = [
+            optimizer.register_step_pre_hook(before_step) for optimizer, _ in self._optimizers
+        ]
 
         self._trainer.amp = site.settings.amp and site.device.type == "cuda"
         try:

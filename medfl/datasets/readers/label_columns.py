@@ -202,9 +202,10 @@ class _Table:
     def meaning(self) -> Meaning:
         requested = self._wanted
         by_head = {head(name): name for name in reversed(self._columns)}
-        columns = []
-        for name in requested.columns:
-            columns.append(find_column(self._path, self._columns, name, "--label-column"))
+        columns = [
+            find_column(self._path, self._columns, name, "--label-column")
+            for name in requested.columns
+        ]
 
         label = next((by_head[name] for name in LABELS if name in by_head), None)
         if not columns and label is not None and label != self._image_column:
@@ -222,12 +223,14 @@ class _Table:
         if columns:
             return self._of_several(columns, are_named=True)
 
+        notes: list[str] = []
         marks = []
         if requested.task != "regression":
-            marks = self._marks()
+            marks = self._marks(notes)
 
         if len(marks) > 1 or (marks and requested.task == "multilabel"):
-            return self._of_several(marks, are_named=False)
+            meaning = self._of_several(marks, are_named=False)
+            return replace(meaning, notes=(*meaning.notes, *notes))
 
         return self._found()
 
@@ -255,7 +258,8 @@ class _Table:
         if task == "regression":
             return self._numbers([column])
 
-        if all(map(_is_mark, self._lower(column))):
+        has_outcomes = {"0", "1"} <= {*cells} and "|" not in "".join(cells)
+        if has_outcomes or all(map(_is_mark, self._lower(column))):
             return self._findings([column])
 
         return self._parted(column, cells)
@@ -290,10 +294,9 @@ class _Table:
                     "correct the cell",
                 )
 
-        values = []
-        for entry in sets:
-            values.append(() if entry is None else tuple(float(name in entry) for name in names))
-
+        values = [
+            () if entry is None else tuple(float(name in entry) for name in names) for entry in sets
+        ]
         return Meaning(
             "multilabel",
             values,
@@ -552,8 +555,8 @@ class _Table:
         cells = [cell for cell in self._lower(column) if cell not in _EMPTY]
         return bool(cells) and all(map(_NUMBER.fullmatch, cells))
 
-    def _marks(self) -> list[str]:
-        """Return the columns of 0 and 1.
+    def _marks(self, notes: list[str]) -> list[str]:
+        """Return the columns of 0 and 1; a note says which column has something else beside them.
 
         Raises:
             InputError: nearly all cells of a column are such, and another is not.
@@ -570,6 +573,10 @@ class _Table:
             if odd and sure >= _MOSTLY * (sure + len(odd)):
                 raise self._wrong(
                     name, odd[0], "0, 1, -1 (uncertain) or nothing; numbers with --task regression"
+                )
+            if odd and {"0", "1"} <= {*cells}:
+                notes.append(
+                    f"not taken: {cells[odd[0]]!r} in column {name!r}; --label-column names the columns"
                 )
 
         return marks
@@ -721,9 +728,18 @@ def read(path: Path, images: Sequence[str], wanted: Wanted | None = None) -> Lab
 
     case_heads |= {role: column for role, column in roles.items() if role != "file"}
     used = set()
-    for number in index.values():
-        used.add(str(rows[number]))  # a row may be there twice
+    cases_of = {}
+    pairs = []
+    for image, number in index.items():
+        row = rows[number]
+        used.add(str(row))  # a row may be there twice
+        cases_of[image] = {name: (row[key] or "").strip() for name, key in case_heads.items()}
+        if _stem(row[column]) != _stem(image):
+            pairs.append((row[column], image))
 
+    absent = {case.get("centre", "") for case in cases_of.values()}
+    absent -= {cases_of[image].get("centre", "") for image in labelled}
+    absent.discard("")
     without_image = [str(row[column]) for row in rows if str(row) not in used]
     left_out = {
         "images of the folder are not in the table": [i for i in images if i not in index],
@@ -733,11 +749,10 @@ def read(path: Path, images: Sequence[str], wanted: Wanted | None = None) -> Lab
         "rows of the table have no image": without_image,
     }
     notes = [*spelled, *meaning.notes]
-    pairs = []
-    for image, number in index.items():
-        if _stem(rows[number][column]) != _stem(image):
-            pairs.append((rows[number][column], image))
-
+    if absent:
+        notes.append(
+            f"no image of {listed(sorted(absent))} has a {_NOUNS[meaning.task]}: it is no site"
+        )
     if pairs:
         notes.append(
             f"{len(pairs)} names of images differ from the table's in zeros before a number, which spreadsheets take, "
@@ -768,11 +783,6 @@ def read(path: Path, images: Sequence[str], wanted: Wanted | None = None) -> Lab
         if not {*re.split(r"\s*[;,/+]\s*", name)}.isdisjoint({*names} - {name}):
             notes.append(f"class {name!r} may be several findings: | between them makes them such")
             break
-
-    cases_of = {}
-    for image, number in index.items():
-        row = rows[number]
-        cases_of[image] = {name: (row[key] or "").strip() for name, key in case_heads.items()}
 
     by = [f"images by column {column!r}", meaning.text]
     by += [f"{name}s by {key!r}" for name, key in case_heads.items()]

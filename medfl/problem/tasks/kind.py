@@ -101,9 +101,9 @@ class Kind:
         """Tell whether a training step is of this kind; same arguments as `medfl.problem.tasks.told_by`."""
         return False
 
-    def items(self, items: Sequence[Item]) -> list[Item]:
-        """Return the records of a data list, whose "label" is a class index alone, and "target" numbers."""
-        return [without(item, ["target"]) if "target" in item else item for item in items]
+    def item(self, item: Item) -> Item:
+        """Return a record of a data list, whose "label" is a class index alone, and "target" numbers."""
+        return without(item, ["target"]) if "target" in item else item
 
     def check(self, ids: Iterable[str], targets: Iterable[Sequence[float | None]]) -> None:
         """Raise InputError if a target of these items is none of this kind."""

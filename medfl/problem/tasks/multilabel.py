@@ -63,21 +63,16 @@ class Multilabel(Kind):
             isinstance(loss, LOSSES_OF_FINDINGS) or (prediction.shape[1] > 1 and are_flags(target))
         )
 
-    def items(self, items: Sequence[Item]) -> list[Item]:
-        """Return records whose "target" has 1.0, 0.0 or None (unknown) for each finding; InputError for more than 1."""
-        records: list[Item] = []
-        for item in items:
-            record = dict(item)
-            if "target" in record:
-                record["target"] = tuple(
-                    value if value is not None and value >= 0 else None
-                    for value in record["target"]
-                )
-                self.check([str(item.get("id"))], [record["target"]])
+    def item(self, item: Item) -> Item:
+        """Return a record whose "target" has 1.0, 0.0 or None (unknown) per finding; InputError for more than 1."""
+        record = dict(item)
+        if "target" in record:
+            record["target"] = tuple(
+                value if value is not None and value >= 0 else None for value in record["target"]
+            )
+            self.check([str(item.get("id"))], [record["target"]])
 
-            records.append(record)
-
-        return records
+        return record
 
     def counts(self, shard: Shard, names: Sequence[str]) -> dict[str, int]:
         """Return how many items are known to have each finding."""

@@ -62,18 +62,14 @@ class Regression(Kind):
         is_number = target.is_floating_point() and not has_class and not are_flags(target)
         return isinstance(loss, _LOSSES) or is_number
 
-    def items(self, items: Sequence[Item]) -> list[Item]:
-        """Return records whose "target" has the numbers, also where they are whole; InputError for infinite ones."""
-        records: list[Item] = []
-        for item in items:
-            record = dict(item)
-            if "label" in record:
-                record["target"] = (float(record.pop("label")),)
+    def item(self, item: Item) -> Item:
+        """Return a record whose "target" has the numbers, also where they are whole; InputError for infinite ones."""
+        record = dict(item)
+        if "label" in record:
+            record["target"] = (float(record.pop("label")),)
 
-            self.check([str(item.get("id"))], [record.get("target") or ()])
-            records.append(record)
-
-        return records
+        self.check([str(item.get("id"))], [record.get("target") or ()])
+        return record
 
     def scored(self, examined: Examined, scores: str) -> Scored:
         """Return the cases with a known number, with e / (e + sd) of the absolute error e of each."""

@@ -175,9 +175,7 @@ class Tracking:
         self.id = mlflow_run.info.run_id
         # immediately: later failures occur in a run that exists there
         self._note()
-        params = []
-        for key, value in self._settings().items():
-            params.append(Param(key, str(value)[:_LONGEST]))
+        params = [Param(key, str(value)[:_LONGEST]) for key, value in self._settings().items()]
 
         for start in range(0, len(params), _BATCH):
             client.log_batch(self.id, params=params[start : start + _BATCH])
@@ -190,10 +188,7 @@ class Tracking:
 
         # MLflow's times are milliseconds
         now = int(time.time() * 1000)
-        metrics = []
-        for name, value in numbers.items():
-            metrics.append(Metric(name, float(value), now, round_))
-
+        metrics = [Metric(name, float(value), now, round_) for name, value in numbers.items()]
         self._client.log_batch(self.id, metrics=metrics)
         self._there.add(round_)
 
