@@ -385,7 +385,8 @@ def _labelled(layout: UserLayout, group_by: str | None, wanted: Wanted, progress
             source = _SOURCES[task] if layout.labels else "class folder"
             raise InputError(f"{source} {name!r}", allowed, "rename it")
 
-    as_volumes = not tables.image_files(own.path_below(root, layout.images))
+    # folders of classes hold pictures
+    as_volumes = bool(layout.labels) and not tables.image_files(own.path_below(root, layout.images))
     facts = [facts for _, facts in _read_all(index.records, as_volumes, progress)]
     counts = _counts(index.records, len(index.classes), task)
     divided = own.sections_of(root, index, group_by)

@@ -28,7 +28,7 @@ Affine = Floats
 Untyped = Any
 """Of a library that has no types."""
 
-SUFFIX = ".dcm"
+SUFFIXES = (".dcm", ".dicom")
 _FORMAT = "GDCMImageIO"  # others, which SimpleITK takes by a file's ending, read what their header names elsewhere
 _ALIKE = 1e-3  # of orientations, and of distances in mm
 _PREAMBLE = 128  # bytes before the magic word (PS3.10, 7.1)
@@ -758,7 +758,7 @@ def sitk() -> Untyped:
 
 def is_named_or_begins_so(file: str) -> bool:
     """Tell whether a file is to be read as DICOM, by its ending or its first bytes."""
-    return file.lower().endswith(SUFFIX) or is_dicom(file)
+    return file.lower().endswith(SUFFIXES) or is_dicom(file)
 
 
 def is_dicom(file: str) -> bool:

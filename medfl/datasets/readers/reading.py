@@ -313,6 +313,13 @@ def read_pixels(
             and not path.lower().endswith(IMAGE_SUFFIXES)
             and dicom.is_named_or_begins_so(path)
         ):
+            if is_mask:
+                raise InputError(
+                    f"mask {uri} is a DICOM file",
+                    "masks of pictures are PNG, BMP or TIFF files",
+                    "convert it, for example with 3D Slicer or dcmqi",
+                )
+
             pixels = dicom.read_picture(path)
         elif part and not path.endswith(".zip"):
             name, _, row = part.rpartition("#")

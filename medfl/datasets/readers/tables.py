@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from medfl.core import InputError, listed, read_table, refusing
+from medfl.datasets.readers.dicom import SUFFIXES as DICOM_SUFFIXES
 from medfl.datasets.readers.reading import (
     IMAGE_SUFFIXES as IMAGE_SUFFIXES,
     Files,
@@ -101,8 +102,17 @@ def folders_and_zips(folder: Path, *patterns: str) -> list[Path]:
 
 
 def image_files(root: Path) -> Files:
-    """Return (relative path, URI) of all images below a folder or in a zip archive, in sorted order."""
-    return files_below(root, IMAGE_SUFFIXES)
+    """Return (relative path, URI) of all images below a folder or in a zip archive, in sorted order.
+
+    Without others, DICOM files directly in the folder are pictures; those in its subfolders are series of slices.
+    """
+    files = files_below(root, IMAGE_SUFFIXES)
+    if not files:
+        for name, uri in files_below(root, DICOM_SUFFIXES):
+            if Path(uri).parent == root:
+                files.append((name, uri))
+
+    return files
 
 
 def image_index(roots: Iterable[Path]) -> dict[str, str]:

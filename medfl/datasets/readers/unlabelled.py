@@ -118,7 +118,7 @@ def images_at(source: Path, series: bool) -> Files:
 
 def without_ending(name: str) -> str:
     """Return an image's name without the ending of its file."""
-    return bare(name, (*ENDINGS, dicom.SUFFIX))
+    return bare(name, (*ENDINGS, *dicom.SUFFIXES))
 
 
 def other_kinds(folder: Path, used: Path | None = None) -> tuple[str, ...]:
