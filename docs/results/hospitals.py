@@ -2,12 +2,14 @@
 
     python docs/results/hospitals.py DATA OUT
 
-OUT/wbc: `images` and `labels.csv`; OUT/nuclei, OUT/monuseg, OUT/fundus, OUT/lungs, OUT/boxes: `images`,
-`masks` and `cases.csv`. Images and masks are those of DATA, but for:
+OUT/wbc and OUT/findings: `images` and `labels.csv`; OUT/nuclei, OUT/sources, OUT/monuseg, OUT/fundus, OUT/lungs,
+OUT/boxes: `images`, `masks` and `cases.csv`. Images and masks are those of DATA, but for:
 
 - wbc: without the four basophils, which are too few for a class.
 - boxes: the mask of a radiograph is its two lungs' boxes.
+- findings: the radiographs of boxes whose finding is known, as three findings of 0 and 1.
 - nuclei: a pixel is a nucleus or not; sources of at least 50 images.
+- sources: the same with all ten sources.
 - monuseg: a pixel is a nucleus or not; hospitals of one or two images are one group by the first, one by the second
   half of the alphabet of their codes.
 """
@@ -26,6 +28,10 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 Row = Mapping[str, str]
+
+BACTERIA = {"E.Coli", "Klebsiella", "Legionella", "Mycoplasma Bacterial Pneumonia", "Streptococcus"}
+OTHERS = {"ARDS", "Influenza", "Lipoid", "Pneumocystis", "Pneumonia", "Varicella"}
+"""Findings of covid_cxr_boxes beside COVID-19, which are too rare one by one."""
 
 
 def read(folder: Path) -> list[Row]:
@@ -102,6 +108,25 @@ def pairs(
     write(out / "cases.csv", cases)
 
 
+def findings(data: Path, out: Path) -> None:
+    """Write the radiographs whose finding is known, with the findings as columns of 0 and 1."""
+    covid = data / "covid_cxr_boxes"
+    images = packed([covid / "images.zip"])
+    rows = []
+    for row in read(covid):
+        named = {*row["finding"].split("|")}
+        if not row["finding"]:
+            continue
+
+        save(images[row["file"]], out / "images" / row["file"])
+        rows.append({
+            "file": row["file"], "patient": row["patient"], "source": row["site"], "covid": int("COVID-19" in named),
+            "bacterial": int(bool(named & BACTERIA)), "other": int(bool(named & OTHERS)),
+        })  # fmt: skip
+
+    write(out / "labels.csv", rows)
+
+
 def boxes(row: Row) -> Image.Image:
     """Return the mask of two boxes."""
     mask = Image.new("L", (int(row["width"]), int(row["height"])))
@@ -115,6 +140,7 @@ def main() -> None:
     """Write all folders."""
     data, out = map(Path, sys.argv[1:])
     cells(data, out / "wbc")
+    findings(data, out / "findings")
 
     covid = data / "covid_cxr_boxes"
     pairs(
@@ -141,16 +167,17 @@ def main() -> None:
         out / "fundus",
     )
 
-    for name, source in (("nuclei", "dsb2018_nuclei"), ("monuseg", "monuseg")):
+    places = {"nuclei": "dsb2018_nuclei", "sources": "dsb2018_nuclei", "monuseg": "monuseg"}
+    for name, source in places.items():
         labels = packed([data / source / "labels.zip"])
         rows = read(data / source)
-        column = "source" if name == "nuclei" else "site"
+        column = "site" if name == "monuseg" else "source"
         counts = Counter(row[column] for row in rows)
         if name == "nuclei":
             rows = [row for row in rows if counts[row[column]] >= 50]
 
         def centre_of(row: Row, column: str = column, counts: Counter[str] = counts) -> str:
-            if counts[row[column]] > 2:
+            if counts[row[column]] > 2 or column == "source":
                 return row[column]
             return "codes_0_to_D" if row[column] < "E" else "codes_E_to_Z"
 
