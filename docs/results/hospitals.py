@@ -2,14 +2,13 @@
 
     python docs/results/hospitals.py DATA OUT
 
-OUT/wbc and OUT/findings: `images` and `labels.csv`; OUT/nuclei, OUT/sources, OUT/monuseg, OUT/fundus, OUT/lungs,
+OUT/wbc and OUT/findings: `images` and `labels.csv`; OUT/nuclei, OUT/monuseg, OUT/fundus, OUT/lungs,
 OUT/boxes: `images`, `masks` and `cases.csv`. Images and masks are those of DATA, but for:
 
 - wbc: without the four basophils, which are too few for a class.
 - boxes: the mask of a radiograph is its two lungs' boxes.
 - findings: the radiographs of boxes whose finding is known, as three findings of 0 and 1.
 - nuclei: a pixel is a nucleus or not; sources of at least 50 images.
-- sources: the same with all ten sources.
 - monuseg: a pixel is a nucleus or not; hospitals of one or two images are one group by the first, one by the second
   half of the alphabet of their codes.
 """
@@ -167,17 +166,16 @@ def main() -> None:
         out / "fundus",
     )
 
-    places = {"nuclei": "dsb2018_nuclei", "sources": "dsb2018_nuclei", "monuseg": "monuseg"}
-    for name, source in places.items():
+    for name, source in (("nuclei", "dsb2018_nuclei"), ("monuseg", "monuseg")):
         labels = packed([data / source / "labels.zip"])
         rows = read(data / source)
-        column = "site" if name == "monuseg" else "source"
+        column = "source" if name == "nuclei" else "site"
         counts = Counter(row[column] for row in rows)
         if name == "nuclei":
             rows = [row for row in rows if counts[row[column]] >= 50]
 
         def centre_of(row: Row, column: str = column, counts: Counter[str] = counts) -> str:
-            if counts[row[column]] > 2 or column == "source":
+            if counts[row[column]] > 2:
                 return row[column]
             return "codes_0_to_D" if row[column] < "E" else "codes_E_to_Z"
 

@@ -96,7 +96,15 @@ _RUN = (
     "eval_every", "site_labels", "partial_loss", "unlabelled", "versions", "public", "bundle_sha256", "run_hash",
 )  # fmt: skip
 _LEFT_OUT = ("folder", "notes", "sites")
-_AT_SITES = ("accuracy", "balanced_accuracy", "dice", "pixel_accuracy", "auroc", "mae")
+_AT_SITES = (
+    "accuracy",
+    "balanced_accuracy",
+    "dice",
+    "pixel_accuracy",
+    "auroc",
+    "auroc_covid",
+    "mae",
+)
 
 
 @dataclass(frozen=True)
