@@ -2,11 +2,13 @@
 
     python docs/results/hospitals.py DATA OUT
 
-OUT/wbc: `images` and `labels.csv`; OUT/nuclei, OUT/monuseg, OUT/fundus, OUT/lungs, OUT/boxes: `images`,
-`masks` and `cases.csv`; OUT/acdc: `images` and `masks`. Images and masks are those of DATA, but for:
+OUT/wbc and OUT/findings: `images` and `labels.csv`; OUT/nuclei, OUT/monuseg, OUT/fundus, OUT/lungs,
+OUT/boxes: `images`, `masks` and `cases.csv`; OUT/acdc: `images` and `masks`. Images and masks are those of
+DATA, but for:
 
 - wbc: without the four basophils, which are too few for a class.
 - boxes: the mask of a radiograph is its two lungs' boxes.
+- findings: the radiographs of boxes whose finding is known, as three findings of 0 and 1.
 - nuclei: a pixel is a nucleus or not; sources of at least 50 images.
 - monuseg: a pixel is a nucleus or not; hospitals of one or two images are one group by the first, one by the second
   half of the alphabet of their codes.
@@ -28,6 +30,10 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 Row = Mapping[str, str]
+
+BACTERIA = {"E.Coli", "Klebsiella", "Legionella", "Mycoplasma Bacterial Pneumonia", "Streptococcus"}
+OTHERS = {"ARDS", "Influenza", "Lipoid", "Pneumocystis", "Pneumonia", "Varicella"}
+"""Findings of covid_cxr_boxes beside COVID-19, which are too rare one by one."""
 
 
 def read(folder: Path) -> list[Row]:
@@ -104,6 +110,25 @@ def pairs(
     write(out / "cases.csv", cases)
 
 
+def findings(data: Path, out: Path) -> None:
+    """Write the radiographs whose finding is known, with the findings as columns of 0 and 1."""
+    covid = data / "covid_cxr_boxes"
+    images = packed([covid / "images.zip"])
+    rows = []
+    for row in read(covid):
+        named = {*row["finding"].split("|")}
+        if not row["finding"]:
+            continue
+
+        save(images[row["file"]], out / "images" / row["file"])
+        rows.append({
+            "file": row["file"], "patient": row["patient"], "source": row["site"], "covid": int("COVID-19" in named),
+            "bacterial": int(bool(named & BACTERIA)), "other": int(bool(named & OTHERS)),
+        })  # fmt: skip
+
+    write(out / "labels.csv", rows)
+
+
 def boxes(row: Row) -> Image.Image:
     """Return the mask of two boxes."""
     mask = Image.new("L", (int(row["width"]), int(row["height"])))
@@ -130,6 +155,7 @@ def main() -> None:
     data, out = map(Path, sys.argv[1:])
     hearts(data, out / "acdc")
     cells(data, out / "wbc")
+    findings(data, out / "findings")
 
     covid = data / "covid_cxr_boxes"
     pairs(

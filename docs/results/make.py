@@ -48,11 +48,12 @@ from typing import Any
 import yaml
 from scipy import stats
 
-from medfl.compare.comparison import MeanSd, t_interval
+from medfl.compare.comparison import MeanSd
 from medfl.compare.papers import runs as paper_tables
 from medfl.core import tables
 from medfl.core.errors import InputError, MedflError
 from medfl.evaluation import metrics
+from medfl.evaluation.bootstrap import t_interval
 from medfl.report import RunFiles
 from medfl.storage.files import write_atomic
 
@@ -95,7 +96,15 @@ _RUN = (
     "eval_every", "site_labels", "partial_loss", "unlabelled", "versions", "public", "bundle_sha256", "run_hash",
 )  # fmt: skip
 _LEFT_OUT = ("folder", "notes", "sites")
-_AT_SITES = ("accuracy", "balanced_accuracy", "dice", "pixel_accuracy", "auroc", "mae")
+_AT_SITES = (
+    "accuracy",
+    "balanced_accuracy",
+    "dice",
+    "pixel_accuracy",
+    "auroc",
+    "auroc_covid",
+    "mae",
+)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ def add(verbs: Any) -> None:
     """Add the verb to the command line."""
     text = "calibrate a finished model to a promised coverage: sets of classes or findings, masks, intervals"
     verb = add_verb(verbs, "calibrate", text, _calibrate, _EXAMPLES)
-    verb.set_defaults(coverage=0.9, strength=100.0, min_count=0)
+    verb.set_defaults(coverage=0.9, strength=100.0, min_count=0, goes_on_by="; repeat the command")
     verb.add_path(
         "run",
         "RUN",

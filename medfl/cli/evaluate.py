@@ -30,6 +30,7 @@ examples
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
     verb = add_verb(verbs, "evaluate", "examine a finished model, without training", run, EXAMPLES)
+    verb.set_defaults(goes_on_by="; the same command goes on")
     verb.add_path(
         "model",
         "MODEL",
@@ -48,7 +49,11 @@ def add(verbs: Any) -> None:
     group.add_config("override a value of the bundle's configuration; may be repeated")
     group.add_number("--seed", "N", "seed of the partition; default: 0")
     group.add_preset()
-    group.add_text("--data", "DIR|phantom", "folder of the images, or phantom for synthetic ones")
+    group.add_text(
+        "--data",
+        "DIR|phantom",
+        "folder of the images, or phantom for synthetic ones; default: those of the run",
+    )
     sites = verb.add_argument_group("sites")
     sites.add_number("--sites", "N", "number of sites")
     sites.add_partition()
@@ -71,38 +76,51 @@ def run(args: Namespace) -> int:
     requested = arguments.given_settings(args, "partition", "presets", "data", "sites")
     model = Path(args.model).expanduser()
     bundle, init = _parts(model, args.bundle)
-    record = _own_run(model, bundle)
+    runs = [model] * init.startswith("run:")
+    record = _own_run(model, bundle) if runs else None
     if record is not None:
         # what is given anew counts more than the record
         config = {**record.config, **config}
+        if Path(record.data.folder).is_dir():
+            requested.setdefault("data", record.data.folder)
 
     if args.out is None:
-        stem = model.resolve().stem
-        args.out = Path("runs") / f"{Path(bundle).expanduser().resolve().name}-evaluated-{stem}"
+        named = f"{Path(bundle).expanduser().resolve().name}-evaluated-{model.resolve().stem}"
+        args.out = Path("runs") / named
 
-    require_unused(args.out, advice="give a new folder")
-    runs = [model] * init.startswith("run:")
+    resume = _is_begun(args.out)
+    if not resume:
+        require_unused(args.out, advice="give a new folder")
+
     hold(args, Use(bundles=[bundle], runs=runs, folder=args.out))
     with without_gc():
         from medfl.runs.launch import federate  # torch and monai take seconds to import
 
-    if record is not None:
-        _check_one_model(model, record)
-
     _check_classes(model, bundle, config)
-    method, options = _method_of(record)
+    method, options = _method_of(model, record)
     requested |= {"method": method, "rounds": 0, "init": init}
     document = federate(
-        bundle, options=options, config=config, requested=requested, launch=launch_of(args)
+        bundle,
+        options=options,
+        config=config,
+        requested=requested,
+        launch=launch_of(args),
+        resume=resume,
     )
     return show(args, document, result_lines(Path(document["folder"])))
 
 
-def _own_run(model: Path, bundle: str) -> Run | None:
-    """Return the record of a run that is evaluated on its own bundle, None for any other model."""
-    if not (model.is_dir() and is_run(model)):
-        return None
+def _is_begun(folder: Path) -> bool:
+    """Tell whether an evaluation in this folder was ended before its report was written."""
+    record = folder / "run.json"
+    if not record.is_file() or (folder / "report.html").is_file():
+        return False
 
+    return read_run(record)[0].rounds == 0
+
+
+def _own_run(model: Path, bundle: str) -> Run | None:
+    """Return the record of a run that is evaluated on its own bundle, None on another."""
     record = read_run(model / "run.json")[0]
     if bundle == record.bundle or Path(bundle).resolve() == Path(record.bundle_path).resolve():
         return record
@@ -110,11 +128,12 @@ def _own_run(model: Path, bundle: str) -> Run | None:
     return None
 
 
-def _method_of(record: Run | None) -> tuple[str, Config]:
+def _method_of(model: Path, record: Run | None) -> tuple[str, Config]:
     """Return the method for the evaluation, and its options: the run's own, if it changes the network like FedBM."""
     if record is not None:
         from medfl import methods
 
+        _check_one_model(model, record)
         kind = methods.method_class(record.method)
         if kind.judged == "global" and kind.adapt is not methods.Method.adapt:
             return record.method, record.options

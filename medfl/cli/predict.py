@@ -78,7 +78,8 @@ def _predict(args: Namespace) -> int:
     # PyTorch is imported later: what is wrong with the folders is told at once
     model = args.model.expanduser()
     is_of_run = is_run(model)
-    require_unused(args.out.expanduser(), advice="give a new folder")
+    out = args.out.expanduser()
+    require_unused(out, advice="give a new folder")
     check_which(args.which)
 
     for path in args.images:
@@ -88,14 +89,7 @@ def _predict(args: Namespace) -> int:
     if columns and args.reference is None:
         raise InputError("a column without --reference", "a column of a table", "add --reference")
 
-    hold(
-        args,
-        Use(
-            bundles=[] if is_of_run else [model],
-            runs=[model] if is_of_run else [],
-            folder=args.out.expanduser(),
-        ),
-    )
+    hold(args, Use(bundles=[model] * (not is_of_run), runs=[model] * is_of_run, folder=out))
     from medfl.runs.predict import predict
 
     document = predict(

@@ -21,6 +21,7 @@ from medfl.compare.checks import differing_settings, require_same
 from medfl.compare.labels import labels
 from medfl.core import InputError, either
 from medfl.evaluation import metrics
+from medfl.evaluation.bootstrap import t_interval
 from medfl.evaluation.undefined import told_by
 from medfl.report import RunFiles
 from medfl.report.differences import BETTER, UNCLEAR, Difference, between_models, word
@@ -473,22 +474,6 @@ def paired_test(row: Row, against: Row, column: Column) -> PairedTest | None:
 
     # the effect is Cohen's d of paired differences: mean over their standard deviation
     return PairedTest(row, against, len(seeds), mean, *ends, p, mean / sd, verdict)
-
-
-def t_interval(differences: Sequence[float], least_sd: float = 1e-9) -> tuple[float, float] | None:
-    """Return the 95 % interval of a mean difference by Student's t, None for one difference or equal ones."""
-    count = len(differences)
-    if count < 2:
-        return None
-
-    sd = statistics.stdev(differences)
-    if sd <= least_sd:
-        return None
-
-    # mean ± t(0.975; n - 1) · s / √n
-    mean = statistics.fmean(differences)
-    half = float(stats.t.ppf(0.975, count - 1)) * sd / math.sqrt(count)
-    return mean - half, mean + half
 
 
 def scale_of(metric: str) -> str:

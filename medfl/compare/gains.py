@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from medfl.compare.checks import differing_names, require_same
-from medfl.compare.comparison import t_interval
 from medfl.compare.labels import labels_with_settings, settings
 from medfl.core import InputError, split_commas, tables
 from medfl.data.partition.table import shorten
 from medfl.evaluation import metrics
+from medfl.evaluation.bootstrap import t_interval
 from medfl.evaluation.undefined import told_by
 from medfl.report import RunFiles
 from medfl.report.differences import BETTER, UNCLEAR, between_models, counted, word

@@ -104,28 +104,30 @@ def partitions(bundle: str, wanted: str, **request: Any) -> tuple[str, ...]:
 def rows_of(comparison: Comparison) -> list[LeftOut]:
     """Return a row for each left-out hospital and each method, [] if there is none."""
     rows = []
-    everybody = {row.method: row for row in comparison.on(EVERYBODY)}
-    own_row = next((row for row in everybody.values() if row.first.method == _OWN), None)
+    own_runs = []
+    with_it = {}
+    for row in comparison.on(EVERYBODY):
+        with_it[row.method] = [*row.runs.values()]
+        if row.first.method == _OWN:
+            own_runs = with_it[row.method]
+
     for partition in comparison.partitions:
         match = WITHOUT.fullmatch(partition)
         if match is None:
             continue
 
         hospital = match[1]
-        own_runs = [*own_row.runs.values()] if own_row is not None else []
         for row in comparison.on(partition):
             if row.first.method == _OWN:
                 continue
 
-            with_it = everybody.get(row.method)
-            with_runs = [*with_it.runs.values()] if with_it is not None else []
             rows.append(
                 LeftOut(
                     hospital,
                     row.method,
                     row.first.size(hospital, "test"),
                     _score([*row.runs.values()], hospital),
-                    _score(with_runs, hospital),
+                    _score(with_it.get(row.method, []), hospital),
                     _score(own_runs, hospital),
                     str(row.first.summary.get("newcomers") or ""),
                 )
@@ -138,9 +140,9 @@ def _score(runs: Sequence[RunFiles], hospital: str) -> Score | None:
     values = []
     drawn = []
     for run in runs:
-        by_site = run.site_values(run.judged, run.key) or run.site_values("received", run.key)
         # a hospital without training images has no personal model: it gets the global one
-        value = by_site.get(hospital, run.site_values("received", run.key).get(hospital))
+        received = run.site_values("received", run.key)
+        value = {**received, **run.site_values(run.judged, run.key)}.get(hospital)
         if value is None:
             return None
 

@@ -10,12 +10,15 @@ cases give no interval: their draws take too few different values to say anythin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from statistics import fmean, stdev
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import stdtrit
 
+from medfl.core import map_values
 from medfl.core.arrays import Array, Flags, Floats, Integers
 
 DRAWS = 1000
@@ -63,13 +66,8 @@ def interval(values: Floats) -> Interval | None:
 
 def intervals(values: Mapping[str, Floats]) -> dict[str, Interval]:
     """Return the interval of each metric that has one."""
-    ends_of = {}
-    for name, column in values.items():
-        ends = interval(column)
-        if ends is not None:
-            ends_of[name] = ends
-
-    return ends_of
+    ends_of = map_values(interval, values)
+    return {name: ends for name, ends in ends_of.items() if ends is not None}
 
 
 def classified(
@@ -198,3 +196,15 @@ def _confusions(label: Integers, predicted: Integers, classes: int, draws: Draws
     counts = np.zeros((len(draws), classes * classes), np.int64)
     counts[:, present] = np.add.reduceat(draws[:, order], first, axis=1, dtype=np.int64)
     return counts.reshape(-1, classes, classes)
+
+
+def t_interval(differences: Sequence[float], least_sd: float = 1e-9) -> Interval | None:
+    """Return the 95 % interval of a mean difference by Student's t, None for one difference or equal ones."""
+    count = len(differences)
+    if count < 2 or (sd := stdev(differences)) <= least_sd:
+        return None
+
+    # mean ± t(0.975; n - 1) · s / √n
+    mean = fmean(differences)
+    half = float(stdtrit(count - 1, 0.975)) * sd / count**0.5
+    return mean - half, mean + half

@@ -240,8 +240,8 @@ def halves(patients: Sequence[str], seed: int) -> tuple[list[int], list[int]]:
     ordered = sorted({*patients}, key=lambda patient: derive(seed, "calibrate", patient))
     first = {*ordered[: len(ordered) // 2]}
     parts: tuple[list[int], list[int]] = ([], [])
-    for place in range(len(patients)):
-        parts[patients[place] not in first].append(place)
+    for place, patient in enumerate(patients):
+        parts[patient not in first].append(place)
 
     return parts
 

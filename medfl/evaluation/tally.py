@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from scipy.special import expit, ndtri
 
-from medfl.core import Document, Metrics, RunError, Tensors, Weights, listed, printable
+from medfl.core import Document, Metrics, RunError, Tensors, Weights, listed, map_values, printable
 from medfl.core.arrays import Array
 from medfl.core.seeding import derive
 from medfl.evaluation import bootstrap, findings, numbers
@@ -145,13 +145,11 @@ def _may_be_told(table: Array, cases: int, least: int) -> bool:
 
 def added(tallies: Sequence[Tally]) -> Tally:
     """Return the sums of the tables of several sites, each over the sites that release it, at the coarsest level."""
-    names = sorted(set().union(*tallies))
-    if "hits" in names:
+    if "hits" in set().union(*tallies):
         tallies = list(map(_without_confusion, tallies))
-        names = sorted(set().union(*tallies))
 
     total = {}
-    for name in names:
+    for name in sorted(set().union(*tallies)):
         parts = [tally[name] for tally in tallies if name in tally]
         if name.startswith("scores/"):
             bins = min(part.shape[1] for part in parts)
@@ -186,11 +184,10 @@ def _scores(tally: Tally) -> dict[int, tuple[Array, Array]]:
 
 def thresholds(validation: Tally) -> dict[int, float]:
     """Return the threshold of each finding, chosen on its validation cases (`findings.thresholds`)."""
-    cuts = {}
-    for k, (truth, score) in _scores(validation).items():
-        cuts[k] = float(findings.thresholds(score[:, None], truth[:, None])[0])
-
-    return cuts
+    return {
+        k: float(findings.thresholds(score[:, None], truth[:, None])[0])
+        for k, (truth, score) in _scores(validation).items()
+    }
 
 
 @dataclass
@@ -358,11 +355,7 @@ def examined(
 
 def tensors(tally: Tally) -> Tensors:
     """Return tables in the form in which they are sent."""
-    crossing = {}
-    for name, table in tally.items():
-        crossing[name] = torch.from_numpy(np.ascontiguousarray(table))
-
-    return crossing
+    return map_values(lambda table: torch.from_numpy(np.ascontiguousarray(table)), tally)
 
 
 def read(arrived: Weights, outputs: int) -> Tally:

@@ -50,12 +50,8 @@ class Matrix:
 
     @cached_property
     def _worst_and_best(self) -> tuple[float, float]:
-        values = []
-        for cells in self.rows.values():
-            for cell in cells.values():
-                if not isnan(cell.value):
-                    values.append(cell.value)
-
+        cells = chain.from_iterable(cells.values() for cells in self.rows.values())
+        values = [cell.value for cell in cells if not isnan(cell.value)]
         # the worst first: the highest where lower is better
         values.sort(reverse=not metrics.higher_is_better(self.metric))
         return (values[0], values[-1]) if values else (0.0, 0.0)

@@ -56,6 +56,7 @@ from medfl.storage import (
 )
 from medfl.storage.places import CALIBRATION
 from medfl.storage.run_documents import CoverageRow
+from medfl.storage.run_integrity import read_verified_run
 from medfl.storage.run_reader import RunReader
 from medfl.training.accelerate.precision import tf32
 
@@ -148,7 +149,8 @@ def calibrate(
     that of the sites whose images are here: each releases what it allows.
 
     Raises:
-        InputError: the run is not finished, its outputs allow no sets, or there are too few cases for the coverage.
+        InputError: the run is not finished, was edited, its outputs allow no sets, or there are too few cases for the
+            coverage.
     """
     check_coverage(options.coverage)
     kind = KINDS[result.task]
@@ -165,6 +167,7 @@ def calibrate(
             f"let it finish: medfl run --resume --out {result.path}",
         )
 
+    read_verified_run(result.path / "run.json")
     policy = policy or Policy()
     options = replace(options, min_count=max(options.min_count, policy.outbound.min_count))
     answers = _told(result)
@@ -365,6 +368,13 @@ class Calibration:
         members: dict[str, set[str]] = {}
         for site in self.sites.values():
             for ident in site.cases.ids if site.cases else ():
+                if ident not in value_of:
+                    raise InputError(
+                        f"{result.path / 'predictions.csv'} without case {ident}",
+                        "every test case",
+                        "restore the file, or repeat the run",
+                    )
+
                 members.setdefault(str(value_of[ident]), set()).add(ident)
 
         least = self.options.min_count or MIN_COUNT

@@ -495,9 +495,9 @@ def _check_runs_in_one_process(plan: Plan, launch: Launch, runtime: Runtime) -> 
             "use the runtime simulator or monai-fl",
         )
 
-    stops_early = bool(plan.run.patience)
-    for callback in launch.callbacks:
-        stops_early |= isinstance(callback, EarlyStopping)
+    stops_early = plan.run.patience or any(
+        isinstance(callback, EarlyStopping) for callback in launch.callbacks
+    )
 
     if plan.run.eval_every == 0 and stops_early:
         raise InputError(
@@ -627,7 +627,8 @@ def resumed_plan(
     run, document = read_verified_run(path / "run.json")
     rounds = requested.get("rounds", run.rounds)
     # before planning, which takes long
-    _refuse_fewer(rounds, (verified_manifest(folder) or {"round": 0})["round"], path)
+    request_checks.check_rounds(rounds, run.init)
+    _committed(folder, rounds)
 
     moved_bundle = None
     other_bundle = None
@@ -693,9 +694,7 @@ def rounds_done(run: Run, path: Path, sums: bool = True) -> int | None:
     if not (path / "run.json").is_file():
         return None
     require_same_settings(run, read_verified_run(path / "run.json")[0])
-    done = int((verified_manifest(RunFolder(path), sums) or {"round": 0})["round"])
-    _refuse_fewer(run.rounds, done, path)
-    return done
+    return _committed(RunFolder(path), run.rounds, sums)
 
 
 def open_folder(
@@ -761,12 +760,15 @@ def _tell_versions(run: Run, how: str, say: Print) -> None:
         )
 
 
-def _refuse_fewer(rounds: int, done: int, path: Path) -> None:
-    """Raise an InputError if fewer rounds are requested than exist."""
-    if rounds < max(1, done):
-        where = " of the Local reference" if path.name == "local" else ""
-        allowed = "a whole number of at least 1"
-        if done:
-            allowed = f"{done} rounds{where} are done already"
+def _committed(folder: RunFolder, rounds: int, sums: bool = True) -> int:
+    """Return how many rounds of a run are done; InputError if fewer are requested, or the folder is damaged."""
+    done = int((verified_manifest(folder, sums) or {"round": 0})["round"])
+    if rounds < done:
+        where = " of the Local reference" if folder.path.name == "local" else ""
+        raise InputError(
+            f"--rounds {rounds}",
+            f"{done} rounds{where} are done already",
+            f"ask for at least {done}",
+        )
 
-        raise InputError(f"--rounds {rounds}", allowed, f"ask for at least {max(1, done)}")
+    return done

@@ -22,6 +22,7 @@ from medfl.core import (
     MedflError,
     Metrics,
     Print,
+    map_values,
     pick,
     pick_known,
     readable_file_name,
@@ -132,9 +133,8 @@ def predict(
                 say(f"note: {source}: {line}")
 
     with new_images.as_files(images, predictor.metadata) as files:
-        if reference is None:
-            targets: Mapping[str, Reference] = {}
-        else:
+        targets: Mapping[str, Reference] = {}
+        if reference is not None:
             targets = _references(Path(reference).expanduser(), predictor, files, columns or {})
 
         masks = [target for target in targets.values() if isinstance(target, str)]
@@ -168,11 +168,7 @@ def _references(
 
     # like the network's outputs, by which numbers are in their unit
     mean, sd = scale_of(predictor.metadata, len(predictor.classes))
-    scaled = {}
-    for ident, vector in vectors.items():
-        scaled[ident] = tuple(((torch.tensor(vector) - mean) / sd).tolist())
-
-    return scaled
+    return map_values(lambda row: tuple(((torch.tensor(row) - mean) / sd).tolist()), vectors)
 
 
 _Outcome = tuple[Prepared, list[Masks | None] | Cases]
@@ -375,13 +371,9 @@ class _Writer:
             with made(path.parent):
                 written = save_masks.write(mask, masks.classes, geometry, path, values)
             amounts = _amounts(mask, masks.classes, geometry, self.predictor.classes)
-            self.predictions.rows[ident] = {
-                "id": ident,
-                "mask": written.relative_to(self.folder).as_posix(),
-                **amounts,
-            }
+            row = {"id": ident, "mask": written.relative_to(self.folder).as_posix(), **amounts}
+            self.predictions.rows[ident] = row
             if self.predictor.rule is not None:
-                row = self.predictions.rows[ident]
                 # a mask of everything is uninformative
                 row["abstain"] = int((masks.prediction > 0).all())
 
@@ -393,11 +385,9 @@ class _Writer:
             row = _class_row(ident, cases.values["probabilities"][index].tolist(), names)
         else:
             cells = predictor.kind.row(cases, index, names, "")
-            predicted = {}
-            for name, cell in cells.items():
-                if not name.startswith(_TRUE):
-                    predicted[name] = str(cell)
-
+            predicted = {
+                name: str(cell) for name, cell in cells.items() if not name.startswith(_TRUE)
+            }
             row = {"id": ident, **parse_row(predicted)}
 
         if predictor.rule is not None:

@@ -40,6 +40,14 @@ CALIBRATION_SUMS = "calibration_sums.safetensors"
 """Calibration tables released by sites that keep their images, in the run folder of an evaluation job on FLARE."""
 
 _LEAST_SIDE = 16
+BEFORE_RECORD = (
+    "init.safetensors",
+    ".init.safetensors.tmp",
+    "text.safetensors",
+    ".text.safetensors.tmp",
+    ".run.json.tmp",
+)
+"""Files of a new run's folder before its run.json: worth nothing without it."""
 _WEIGHTS = {
     "run": ("the weights of a run that is finished", ("weights.safetensors",)),
     "bundle": (
@@ -267,6 +275,7 @@ def _downloaded(text: str, variable: str, home: str, pattern: str) -> Path:
 
 def _leftover(path: Path) -> bool:
     """Return whether a kill left this before run.json was written; nothing in it is needed."""
-    return path.name == ".run.json.tmp" or (
-        path.name == "state" and path.is_dir() and not any(path.iterdir())
-    )
+    if path.name == "state":
+        return path.is_dir() and not any(path.iterdir())
+
+    return path.name in BEFORE_RECORD

@@ -31,7 +31,7 @@ from medfl.storage.files import (
     state_round,
     write_json,
 )
-from medfl.storage.places import TRIAL, require_run, require_unused
+from medfl.storage.places import BEFORE_RECORD, TRIAL, require_run, require_unused
 from medfl.storage.run_documents import MANIFEST, read_manifest, read_round, read_run, round_lines
 
 SITES = "sites"
@@ -70,6 +70,8 @@ class RunFolder:
         folder = cls(path)
         with writing(path):
             folder.state.mkdir(parents=True, exist_ok=True)
+            for name in BEFORE_RECORD:
+                (path / name).unlink(missing_ok=True)
 
         return folder
 

@@ -103,7 +103,10 @@ def _refuse_missing_manifest(folder: RunFolder) -> None:
     lines = len(round_lines(rounds)) - 1
     later = any(state_round(path) > 1 for path in state.glob("*.safetensors"))
 
-    if later or lines > (1 if state.is_dir() else 0) or (folder.path / "summary.json").is_file():
+    # an evaluation commits no round
+    ended = (folder.path / "summary.json").is_file() and folder.read_run()[0].rounds > 0
+
+    if later or lines > (1 if state.is_dir() else 0) or ended:
         raise InputError(
             f"{folder.state / MANIFEST} is missing, though rounds are done",
             "a run goes on from the round that it names",

@@ -98,6 +98,18 @@ def test_a_run_of_sites_own_models_says_how_one_is_examined(
     assert f"medfl export {out} --site NAME --out DIR; medfl evaluate DIR" in told
 
 
+def test_a_run_is_examined_on_its_own_images_where_no_others_are_named(
+    scans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = {"run": "mednist", "--data": str(scans), "--sites": "2", "--out": str(tmp_path / "a")}
+    pairs = [word for pair in record.items() for word in pair]
+    assert main([*pairs, "--config=network=small_cnn", "--rounds=1", "--quiet"]) == 0
+    monkeypatch.delenv("MEDFL_DATA", raising=False)
+    assert evaluate(tmp_path / "a", "--sites", 2, "--out", tmp_path / "b") == 0
+    expected, examined = summary_of(tmp_path / "a"), summary_of(tmp_path / "b")
+    assert {**examined["last"], "round": 1} == expected["last"]
+
+
 def test_a_used_folder_is_refused_in_words_that_help(
     trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

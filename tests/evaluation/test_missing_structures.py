@@ -151,7 +151,8 @@ def edited(mine: Path, folder: Path, metric: str, text: str) -> Path:
     end = config.index("      output_transform", start)
     for file in (mine / "configs").iterdir():
         (folder / "configs").mkdir(parents=True, exist_ok=True)
-        (folder / "configs" / file.name).write_text(file.read_text())
+        own = file.read_text().replace("scores: medfl", "")
+        (folder / "configs" / file.name).write_text(own)
     (folder / "configs" / "train.yaml").write_text(
         f"{config[:start]}    {metric}:\n{text}{config[end:]}"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -121,3 +122,38 @@ def test_a_new_folder_is_whole_or_absent(
     assert whole
     assert moment > 3
     assert code in (0, 1, 130)
+
+
+def test_an_examination_goes_on_whenever_it_was_ended(
+    given: Path,
+    ending: Ending,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(given)
+    out = Path(ending.place) / "out"
+    sites = "--data mednist --sites 2 --partition iid --jobs 1 --quiet"
+    words = f"evaluate run {sites} --out {out}".split()
+    assert main([*words[:-1], "whole"]) == 0
+
+    ending.error = KeyboardInterrupt()
+    moment = 1
+    ended = 0
+    while True:
+        ending.left = moment
+        code = main(words)
+        if ending.left:
+            break
+        if code == 130:
+            assert "; the same command goes on" in capsys.readouterr().err
+            ended += 1
+            assert main(words) == 0, (moment, capsys.readouterr().err)
+
+        for name in ("predictions.csv", "sites.csv", "weights.safetensors"):
+            assert (out / name).read_bytes() == Path("whole", name).read_bytes(), moment
+
+        assert (out / "report.html").is_file()
+        shutil.rmtree(out)
+        moment += 1 + moment // 2
+
+    assert ended > 5

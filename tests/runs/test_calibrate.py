@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -330,6 +331,23 @@ def test_masks_miss_no_more_than_promised(lungs: Path, tmp_path: Path) -> None:
     assert np.sign(np.mean(shares[0]) - np.mean(shares[1])) == direction
 
 
+def test_masks_of_a_new_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    datasets.write_phantom("lung_cxr", tmp_path / "data", per_class=60, size=24)
+    pairs = "--images data/images --masks data/masks --classes lungs --size 24"
+    assert main(["new", "mine", *pairs.split()]) == 0
+    where = "--data data --sites 2 --quiet"
+    train = f"run mine {where} --rounds 1 --local-epochs 1 --out run"
+    assert main(train.split()) == 0
+    assert main(f"evaluate run {where} --out examined".split()) == 0
+    assert main(["calibrate", "examined", "--coverage", "0.8"]) == 0
+    rows = json.loads((tmp_path / "examined" / "calibration.json").read_text())["rows"]
+    assert 0.5 < rows[-1]["coverage"] <= 1
+    assert main(["export", "examined", "--out", "exported", "--formats", "none"]) == 0
+    assert main(["predict", "exported", "data/images", "--out", "masks"]) == 0
+    assert "abstain" in rows_of(tmp_path / "masks" / "predictions.csv")[0]
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -373,6 +391,36 @@ def test_an_interrupted_run(run: Path, capsys: pytest.CaptureFixture[str]) -> No
     (run / "summary.json").unlink()
     assert main(["calibrate", str(run)]) == 2
     assert "which is not finished; a finished model is calibrated" in capsys.readouterr().err
+
+
+def edited_case(run: Path) -> None:
+    lines = (run / "predictions.csv").read_text().splitlines()
+    (run / "predictions.csv").write_text("\n".join(lines[:3]))
+
+
+def edited_partition(run: Path) -> None:
+    document = json.loads((run / "run.json").read_text())
+    site = document["partition"]["sites"]["site-1"]
+    site["validate"] = site["train"]
+    (run / "run.json").write_text(json.dumps(document))
+
+
+@pytest.mark.parametrize(
+    ("edit", "told"),
+    [
+        (edited_case, "predictions.csv without case"),
+        (edited_partition, "whose settings give the run hash"),
+    ],
+)
+def test_an_edited_run_is_not_calibrated(
+    edit: Callable[[Path], None], told: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edit(run)
+    assert main(["calibrate", str(run), "--by", "site"]) == 2
+    error = capsys.readouterr().err
+    assert told in error
+    assert len(error.strip().splitlines()) == 1
+    assert not (run / "calibration.json").exists()
 
 
 def test_a_damaged_file_is_named(run: Path, scans: Path, tmp_path: Path) -> None:
@@ -426,7 +474,9 @@ def test_outputs_that_are_no_numbers(task: str) -> None:
 def test_masks_of_a_bundles_own_postprocessing_and_other_tasks() -> None:
     anything: Any = None
     examined = Examined(anything, {}, torch.nn.Identity(), anything, torch.device("cpu"))
-    with pytest.raises(InputError, match="sets of masks by the bundle's own postprocessing"):
+    with pytest.raises(
+        InputError, match="sets of masks by its own postprocessing, without `scores: medfl` in fed"
+    ):
         KINDS["segmentation"].scored(examined, "risk")
     with pytest.raises(InputError, match="sets of the task 'other'"):
         KINDS["other"].scored(examined, "")

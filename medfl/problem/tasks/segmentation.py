@@ -98,7 +98,9 @@ class Segmentation(Kind):
     def scored(self, examined: Examined, scores: str) -> Scored:
         """Return the cases with a structure; their parts are bins of the background probability."""
         if not isinstance(examined.evaluator, MaskEvaluator):
-            raise no_sets("masks by the bundle's own postprocessing")
+            raise no_sets(
+                "masks by its own postprocessing, without `scores: medfl` in federated.yaml"
+            )
 
         places = len(EDGES)
         true = np.zeros((len(examined.shard), places))

@@ -18,14 +18,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import permutations
-from math import isnan, sqrt
-from statistics import fmean, stdev
+from math import isnan
+from statistics import fmean
 
 import numpy as np
-from scipy.stats import t as student
 
 from medfl import methods
 from medfl.core import MEAN, Document, InputError, Metrics
+from medfl.evaluation.bootstrap import t_interval
 from medfl.runtimes.federation import Federation
 
 EXACT = 5
@@ -141,11 +141,9 @@ def rows(rounds: Sequence[Mapping[str, Document]]) -> list[Document]:
         row: Document = {"site": name, "rounds": len(shares), "shapley_sum": sum(shares)}
         for title, gains in ((SHAPLEY, shares), (LEFT_OUT, left_out)):
             row[title] = fmean(gains)
-            row[f"{title}_low"] = row[f"{title}_high"] = ""
-            if len(gains) > 1:
-                half = student.ppf(0.975, len(gains) - 1) * stdev(gains) / sqrt(len(gains))
-                row[f"{title}_low"] = row[title] - half
-                row[f"{title}_high"] = row[title] + half
+            # of equal gains, too
+            low, high = t_interval(gains, -1) or ("", "")
+            row |= {f"{title}_low": low, f"{title}_high": high}
 
         table.append(row)
 
