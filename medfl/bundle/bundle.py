@@ -46,29 +46,20 @@ from medfl.core import (
     version_of,
     without,
 )
-from medfl.data.prepare import DiskCache, budget, sample_key
-from medfl.evaluation.evaluators import (
-    CaseEvaluator,
-    ClassEvaluator,
-    EpochMetric,
-    Evaluator,
-    MaskEvaluator,
-)
-from medfl.evaluation.metrics import IF_MISSING, WHOLE, Cases, title
+from medfl.data import DiskCache, budget
+from medfl.data.prepare import sample_key
+from medfl.evaluation import CaseEvaluator, Cases, ClassEvaluator, Evaluator, MaskEvaluator, title
+from medfl.evaluation.evaluators import EpochMetric
+from medfl.evaluation.metrics import IF_MISSING, WHOLE
 from medfl.networks.initialisation import INIT_WEIGHTS, apply_init_weights
 from medfl.policy import admission
 from medfl.policy.inspection import TRAINING
 from medfl.policy.policy import Policy
-from medfl.problem.described import (
-    LARGEST_COMPONENT,
-    Config,
-    Document,
-    channel_names,
-    mask_names,
-)
+from medfl.problem import LARGEST_COMPONENT, Problem, Text, channel_names, mask_names
+from medfl.problem.described import Config, Document
 from medfl.problem.optimizers import OptimizerFactory
-from medfl.problem.problem import LossFunction, Problem, Trial
-from medfl.problem.prompts import Text, read_text
+from medfl.problem.problem import LossFunction, Trial
+from medfl.problem.prompts import read_text
 from medfl.problem.sections import check_labels
 from medfl.problem.tasks import check_task, told_by
 from medfl.problem.tasks.kind import Kind

@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 
 from medfl.core import Document, InputError, alike, as_number, listed
 from medfl.datasets.readers.tables import read_csv
-from medfl.problem.problem import Problem
+from medfl.problem import Problem
 
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     "age": ("age", "age_approx", "age_at_diagnosis", "age_years", "patient_age"),

@@ -10,8 +10,7 @@ from monai.metrics import DiceMetric
 
 from medfl.bundle.configuration import Configuration, target_name
 from medfl.core import Config, InputError
-from medfl.evaluation.mask_metrics import KINDS
-from medfl.evaluation.metrics import METRICS, higher_is_better
+from medfl.evaluation import KINDS, METRICS, higher_is_better
 
 _TRAINERS = ("train#trainer", "trainer")
 _EVALUATORS = ("validate#evaluator", "evaluator", "val#evaluator", "validator")

@@ -18,7 +18,7 @@ from medfl.core import Config, InputError
 from medfl.policy import admission
 from medfl.policy.inspection import INFERENCE
 from medfl.policy.policy import Policy
-from medfl.problem.described import mask_names, tensor_described
+from medfl.problem import mask_names, tensor_described
 from medfl.storage import hashed, load_pickled
 
 

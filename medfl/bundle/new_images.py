@@ -16,16 +16,14 @@ from PIL import Image
 from torch import Tensor, nn
 
 from medfl.core import OF_TARGETS, Array, InputError
+from medfl.data import Item, Prepared, Shard, Source, allow_missing_labels
 from medfl.data.prepare import prepare
-from medfl.data.prepared import Item, Prepared, Shard
-from medfl.data.samples import allow_missing_labels
-from medfl.data.source import Source
 from medfl.datasets.readers.reading import files_of
 from medfl.datasets.readers.unlabelled import joined, named
-from medfl.evaluation.evaluators import CaseEvaluator, MaskEvaluator
+from medfl.evaluation import CaseEvaluator, MaskEvaluator
 from medfl.evaluation.save_masks import to_original
-from medfl.problem.described import Config, Document, tensor_described
-from medfl.problem.problem import Problem
+from medfl.problem import Problem, tensor_described
+from medfl.problem.described import Config, Document
 
 Reference = int | str | tuple[float, ...]
 Images = str | Path | Sequence[str | Path | Array]

@@ -27,8 +27,7 @@ from medfl.core import (
     RunError,
     stream,
 )
-from medfl.data.prepared import Item
-from medfl.data.source import NO_LABEL
+from medfl.data import NO_LABEL, Item
 from medfl.datasets import own
 from medfl.datasets.base import item_of, read_table
 from medfl.datasets.phantoms.phantom import PHANTOM_VERSION
@@ -45,9 +44,8 @@ from medfl.datasets.readers.reading import JOINED
 from medfl.datasets.readers.splitting import Record
 from medfl.datasets.readers.unlabelled import joined, named
 from medfl.policy.policy import Policy
-from medfl.problem import parts
+from medfl.problem import Problem, parts
 from medfl.problem.parts import PartsProblem
-from medfl.problem.problem import Problem
 from medfl.storage import PHANTOM, cache_folder
 
 OWN_SPLIT = "bundle"

@@ -14,11 +14,9 @@ from torch.utils.data import DataLoader
 from medfl.bundle.configuration import Configuration
 from medfl.bundle.engines import find_evaluator
 from medfl.core import Document, InputError, without
-from medfl.data.prepared import Item
-from medfl.data.samples import drop_label, fill_missing, is_unlabelled, with_all_channels
-from medfl.data.source import LACKS, NO_LABEL, Source, records, take_apart
-from medfl.problem.described import tensor_described
-from medfl.problem.sections import Section
+from medfl.data import LACKS, NO_LABEL, Item, Source, drop_label, fill_missing, records, take_apart
+from medfl.data.samples import is_unlabelled, with_all_channels
+from medfl.problem import Section, tensor_described
 
 _VALIDATION_SETS = ("validate#dataset", "val_dataset", "val#dataset")
 

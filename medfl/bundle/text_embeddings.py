@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from medfl.core import InputError, not_among, pip_install, read_json, refusing, stream
-from medfl.problem.prompts import Text
+from medfl.problem import Text
 from medfl.storage import (
     cache_folder,
     file_sha256,

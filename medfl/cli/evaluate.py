@@ -85,8 +85,8 @@ def run(args: Namespace) -> int:
             requested.setdefault("data", record.data.folder)
 
     if args.out is None:
-        named = f"{Path(bundle).expanduser().resolve().name}-evaluated-{model.resolve().stem}"
-        args.out = Path("runs") / named
+        title = f"{Path(bundle).expanduser().resolve().name}-evaluated-{model.resolve().stem}"
+        args.out = Path("runs") / title
 
     resume = _is_begun(args.out)
     if not resume:
@@ -158,7 +158,7 @@ def _check_one_model(model: Path, record: Run) -> None:
 def _check_classes(model: Path, bundle: str, config: Config) -> None:
     """Raise an InputError if the model is known to have other classes than the bundle's."""
     from medfl.bundle.bundle import Bundle
-    from medfl.problem.described import channel_names
+    from medfl.problem import channel_names
 
     if not model.is_dir() or model == Path(bundle):
         return

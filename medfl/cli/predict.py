@@ -140,7 +140,7 @@ def _lines(document: Config) -> list[str]:
         )
 
     if (scores := document["scores"]) is not None:
-        from medfl.evaluation.metrics import title, without_repeats
+        from medfl.evaluation import title, without_repeats
 
         lines += ["", f"scores by the references of {document['scored']} images"]
         units = {name: f" ({unit})" for name, unit in document["units"].items()}
@@ -173,7 +173,7 @@ def _lines(document: Config) -> list[str]:
 
 def _by_name(metrics_of: Mapping[str, Config]) -> list[str]:
     """Return a table of the metrics of each finding or number, [] without any."""
-    from medfl.evaluation.metrics import METRICS, title
+    from medfl.evaluation import METRICS, title
     from medfl.report.formatting import number
     from medfl.report.table import LEFT_OUT
 

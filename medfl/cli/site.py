@@ -15,7 +15,7 @@ from medfl.flare import serve
 
 if TYPE_CHECKING:
     from medfl.bundle.open import WithData
-    from medfl.data.fingerprint import Fingerprint
+    from medfl.data import Fingerprint
     from medfl.policy.policy import Policy
     from medfl.problem.fingerprint import Cases
     from medfl.starter.survey import Survey
@@ -536,7 +536,7 @@ def of_folder(args: Namespace, progress: bool) -> tuple[Fingerprint, Cases]:
 
 def of_survey(survey: Survey) -> tuple[Fingerprint, Cases]:
     """Return an empty fingerprint for the contents of a folder, and its training and validation cases."""
-    from medfl.data.fingerprint import Fingerprint
+    from medfl.data import Fingerprint
     from medfl.datasets import own
 
     values = survey.mask_values or range(len(survey.classes))

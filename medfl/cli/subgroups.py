@@ -12,7 +12,7 @@ from medfl.cli.walls import Use, hold
 from medfl.core import tables, terminal
 
 if TYPE_CHECKING:
-    from medfl.evaluation.delong import Area
+    from medfl.evaluation import Area
     from medfl.runs.subgroups import Estimate, Subgroups
 
 _EXAMPLES = """\
@@ -88,7 +88,7 @@ def _subgroups(args: Namespace) -> int:
 
 def text(subgroups: Subgroups) -> list[str]:
     """Return the groups as a table with 95 % intervals, and notes for the reader."""
-    from medfl.evaluation.metrics import title, without_repeats
+    from medfl.evaluation import title, without_repeats
 
     names = [name for name in subgroups.metrics if name != "loss"]
     names = without_repeats(names, (group.metrics for group in subgroups.rows))

@@ -20,9 +20,7 @@ from scipy import stats
 from medfl.compare.checks import differing_settings, require_same
 from medfl.compare.labels import labels
 from medfl.core import InputError, either
-from medfl.evaluation import metrics
-from medfl.evaluation.bootstrap import t_interval
-from medfl.evaluation.undefined import told_by
+from medfl.evaluation import metrics, t_interval, told_by
 from medfl.report import RunFiles
 from medfl.report.differences import BETTER, UNCLEAR, Difference, between_models, word
 

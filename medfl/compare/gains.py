@@ -13,9 +13,7 @@ from medfl.compare.checks import differing_names, require_same
 from medfl.compare.labels import labels_with_settings, settings
 from medfl.core import InputError, split_commas, tables
 from medfl.data.partition.table import shorten
-from medfl.evaluation import metrics
-from medfl.evaluation.bootstrap import t_interval
-from medfl.evaluation.undefined import told_by
+from medfl.evaluation import metrics, t_interval, told_by
 from medfl.report import RunFiles
 from medfl.report.differences import BETTER, UNCLEAR, between_models, counted, word
 from medfl.report.picture import Picture, colours, render, require_png, slant, write_png

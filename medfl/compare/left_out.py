@@ -26,8 +26,7 @@ from medfl.core import (
     markdown_text,
     split_commas,
 )
-from medfl.evaluation import bootstrap, metrics
-from medfl.evaluation.bootstrap import Interval
+from medfl.evaluation import Interval, bootstrap, metrics
 from medfl.report import formatting
 from medfl.report.run_files import RunFiles
 from medfl.runs.plan import Request, make_plan

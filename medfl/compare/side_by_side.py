@@ -20,8 +20,7 @@ from medfl.compare.left_out import notes, rows_of, table
 from medfl.compare.sites import matrices
 from medfl.compare.tables import all_tables
 from medfl.core import InputError, formatted_table, map_values
-from medfl.evaluation import bootstrap, metrics
-from medfl.evaluation.undefined import told_by
+from medfl.evaluation import bootstrap, metrics, told_by
 from medfl.report import RunFiles, charts
 from medfl.report.charts import Chart
 from medfl.report.differences import between_models

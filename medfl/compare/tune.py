@@ -10,8 +10,7 @@ from medfl.compare.comparison import Comparison
 from medfl.compare.grid import Cell, Grid, compare, run_missing
 from medfl.compare.search import BEST, Entry, trials
 from medfl.core import Document, RunError
-from medfl.evaluation.metrics import higher_is_better
-from medfl.evaluation.undefined import told_by
+from medfl.evaluation import higher_is_better, told_by
 from medfl.runtimes.launch import Launch
 from medfl.storage import read_run, write_json
 

@@ -464,7 +464,10 @@ def _pairs(images: Path, masks: Path, lacking: bool) -> tables.Table:
         advice = f"name each mask as its image, and move other files away{_ALONE}"
         images_end = [matching.MASK_END.search(name) for name, _ in image_paths]
         masks_end = [matching.MASK_END.search(name) for name, _ in mask_paths]
-        bare_names = {name.rpartition("_")[0] for name, _ in mask_paths}
+        bare_names = set()
+        for name, _ in mask_paths:
+            bare_names.add(name.rpartition("_")[0])
+
         if not mask_paths:
             advice = f"masks are pictures, volumes, or folders of a DICOM series each{_ALONE}"
         elif bare_names <= dict(image_paths).keys():

@@ -21,8 +21,7 @@ from monai.transforms import KeepLargestConnectedComponent
 from torch import Tensor, nn
 
 from medfl.core import InputError, MedflError, Metrics, RunError, Tensors, as_text, root_cause, slug
-from medfl.data.known_labels import AnnotatedClasses
-from medfl.data.prepared import Prepared, Shard, Stacked, moved
+from medfl.data import AnnotatedClasses, Prepared, Shard, Stacked, moved
 from medfl.evaluation.mask_metrics import channel_scores, foreground, scores
 from medfl.evaluation.metrics import LARGEST, Cases
 

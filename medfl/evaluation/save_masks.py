@@ -12,7 +12,7 @@ from scipy import ndimage
 from torch import Tensor
 
 from medfl.core.arrays import Bytes
-from medfl.data.prepared import Geometry
+from medfl.data import Geometry
 from medfl.datasets.readers import dicom
 from medfl.datasets.readers.mask_values import picture_values, stored
 from medfl.datasets.readers.reading import IMAGE_SUFFIXES

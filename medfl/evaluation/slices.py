@@ -15,7 +15,7 @@ import numpy as np
 from monai.transforms import Compose, NormalizeIntensityd, ScaleIntensityRanged
 
 from medfl.core.arrays import Array
-from medfl.data.prepared import Geometry
+from medfl.data import Geometry
 from medfl.evaluation.save_masks import is_picture
 
 _WINDOW = 0.5, 99.5  # percentiles of an image that map to black and white

@@ -30,12 +30,12 @@ from medfl.bundle.open import bundle_of, reopened, with_data
 from medfl.bundle.zoo.conventions import without_fetching
 from medfl.core import Config, Document, InputError, Print, RunError, Task, cpu_copies, pip_install
 from medfl.core.seeding import stream
+from medfl.data import Prepared, Shard, Source
 from medfl.data.prepare import prepare
-from medfl.data.prepared import Prepared, Shard, as_plain
-from medfl.data.source import Source
+from medfl.data.prepared import as_plain
 from medfl.datasets.readers.mask_values import picture_values
+from medfl.evaluation import Cases
 from medfl.evaluation.evaluators import class_indices
-from medfl.evaluation.metrics import Cases
 from medfl.export import configs, descriptions, network as exported
 from medfl.export.checks import LARGE, load_weights_into, problems
 from medfl.export.configs import TORCHSCRIPT
@@ -49,9 +49,7 @@ from medfl.export.formats import (
     quiet,
     write,
 )
-from medfl.problem.described import mask_values
-from medfl.problem.parts import is_parts
-from medfl.problem.problem import Problem
+from medfl.problem import Problem, is_parts, mask_values
 from medfl.problem.tasks.kind import column_names
 from medfl.problem.tasks.regression import scale_of
 from medfl.report.formatting import time_left

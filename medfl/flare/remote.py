@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 
 from medfl.core import SECTIONS, Config, Document, Metrics, Print, Run, RunError
-from medfl.data.prepared import Prepared, Stacked
+from medfl.data import Prepared, Stacked
 from medfl.flare.server import Asking, FlareWorkers
 from medfl.methods.base import Method
-from medfl.problem.problem import Problem, prepared_sections
+from medfl.problem import Problem, prepared_sections
 from medfl.runtimes.attendance import FailedReply
 from medfl.runtimes.federation import Federation
 from medfl.storage import CALIBRATION_SUMS, RunFolder, write_json

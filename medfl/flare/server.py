@@ -31,11 +31,8 @@ from medfl.core import (
     examines,
     map_values,
 )
-from medfl.data import fingerprint
-from medfl.data.fingerprint import Fingerprint
-from medfl.evaluation import conformal, tally
-from medfl.evaluation.evaluators import Masks
-from medfl.evaluation.metrics import Cases, CasesByName
+from medfl.data import Fingerprint, fingerprint
+from medfl.evaluation import Cases, CasesByName, Masks, conformal, tally
 from medfl.flare import site_facts, wire
 from medfl.flare.wire import Payload
 from medfl.problem.tasks.regression import scale_of

@@ -29,9 +29,7 @@ from medfl.core import (
     errors_safe_to_send,
     printable,
 )
-from medfl.evaluation import tally
-from medfl.evaluation.evaluators import Masks
-from medfl.evaluation.metrics import Cases
+from medfl.evaluation import Cases, Masks, tally
 from medfl.flare import site_facts, wire
 from medfl.flare.wire import Payload
 from medfl.policy.policy import PLAN

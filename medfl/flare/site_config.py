@@ -56,13 +56,13 @@ from medfl.core import (
     read_plain,
     site_names,
 )
-from medfl.data.prepared import Item
+from medfl.data import Item
 from medfl.flare.files import OWN_IMAGES
 from medfl.flare.remote import federation_of_names
 from medfl.flare.wire import is_flare_name
 from medfl.policy.inspection import TRAINING, inspect
 from medfl.policy.policy import JOBS, PLAN, Policy, job_of
-from medfl.problem.problem import Problem
+from medfl.problem import Problem
 from medfl.runs import text_record
 from medfl.runtimes import site_channels, site_labels, site_settings
 from medfl.runtimes.federation import Federation

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from medfl.core import Config, RunError, Tensors, pick, printable, slug
 from medfl.flare.wire import Payload
-from medfl.problem.problem import Problem
+from medfl.problem import Problem
 from medfl.runtimes import site_channels
 
 Facts = Mapping[str, list[str]]

@@ -29,7 +29,7 @@ from medfl.core import (
     printable,
     within,
 )
-from medfl.evaluation.metrics import Cases, CasesByName
+from medfl.evaluation import Cases, CasesByName
 
 (
     INTRODUCE,

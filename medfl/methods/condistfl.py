@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from medfl.core import InputError, Message
-from medfl.data.known_labels import AnnotatedClasses
+from medfl.data import AnnotatedClasses
 from medfl.methods.base import Collated, Method, option
 from medfl.networks.heads import frozen
 from medfl.storage import State

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from medfl.core import Message, Messages, Weights, pick
-from medfl.data.prepared import moved
+from medfl.data import moved
 from medfl.methods.base import MEANS, Method, mean_shares, one_of, option, weighted_mean
 from medfl.storage import State
 from medfl.training import Host, Site, autocast, evaluating

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from medfl.core import Message, Messages, Weights, pick
-from medfl.data.public import Public
+from medfl.data import Public
 from medfl.methods._parts.distillation import divergence, ensemble
 from medfl.methods._parts.mutual_learning import PrivateModels, proxy_model, train_together
 from medfl.methods._parts.public import PublicMethod, on_public, public_data, untracked

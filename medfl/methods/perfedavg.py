@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from medfl.core import Message, stream
-from medfl.data.prepared import Batch
+from medfl.data import Batch
 from medfl.methods._parts.separate_randomness import SeparateRandomness
 from medfl.methods.base import MEANS, Collated, Method, one_of, option
 from medfl.storage import State

@@ -13,12 +13,11 @@ from torch import Tensor
 
 from medfl.core import listed, printable
 from medfl.core.arrays import Floats
-from medfl.data.source import NO_LABEL
+from medfl.data import NO_LABEL
 from medfl.datasets.readers.checking import targets_told
 from medfl.datasets.readers.volumes import changes_told
 from medfl.partner.scanning import ScannedItem, sections
-from medfl.problem.described import tensor_described
-from medfl.problem.problem import Problem
+from medfl.problem import Problem, tensor_described
 from medfl.problem.tasks.regression import scale_of
 from medfl.runtimes.site_channels import names
 

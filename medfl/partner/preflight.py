@@ -33,15 +33,15 @@ from medfl.core import (
     terminal,
     version_of,
 )
-from medfl.data import on_device
-from medfl.data.prepare import budget, free_ram, prepare
+from medfl.data import budget, free_ram, on_device
+from medfl.data.prepare import prepare
 from medfl.datasets.base import read_table
 from medfl.partner.case_findings import Finding, Findings
 from medfl.partner.connection import Kit, reach
 from medfl.partner.scanning import scan, sections
 from medfl.policy.inspection import TRAINING, inspect
 from medfl.policy.policy import Policy
-from medfl.problem.problem import Problem
+from medfl.problem import Problem
 from medfl.runs.plan import device_named, versions
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.memory import step_bytes

@@ -15,9 +15,8 @@ from PIL import Image
 from torch import Tensor
 
 from medfl.core import SECTIONS, terminal
+from medfl.data import NO_LABEL, SampleMaker
 from medfl.data.prepare import content_hash
-from medfl.data.samples import SampleMaker
-from medfl.data.source import NO_LABEL
 from medfl.datasets.readers.reading import (
     IMAGE_SUFFIXES,
     archive,
@@ -25,7 +24,7 @@ from medfl.datasets.readers.reading import (
     split_uri,
 )
 from medfl.datasets.readers.volumes import changes_of
-from medfl.problem.problem import Problem
+from medfl.problem import Problem
 
 
 @dataclass(frozen=True, eq=False)

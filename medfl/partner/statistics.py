@@ -32,7 +32,7 @@ from medfl.core import Config, Document, InputError, printable, terminal
 from medfl.core.arrays import Floats
 from medfl.partner.scanning import ScannedItem, scan, sections
 from medfl.policy.suppression import Entropy, add_noise, geometric, hidden_bins, suppress_counts
-from medfl.problem.problem import Problem
+from medfl.problem import Problem
 from medfl.problem.tasks.regression import scale_of
 from medfl.runtimes.monai_fl.data_stats import Bins, Sums, sums, value_range
 

@@ -14,7 +14,8 @@ import numpy as np
 from nibabel import orientations
 
 from medfl.core import Array, Document, Floats, InputError, present, printable, tables, terminal
-from medfl.data.fingerprint import Fingerprint, Tally, Volume
+from medfl.data import Fingerprint, Tally
+from medfl.data.fingerprint import Volume
 from medfl.datasets.readers import pairs, volumes
 from medfl.datasets.readers.mask_values import Classes
 from medfl.policy.suppression import hidden_bins, suppress_counts

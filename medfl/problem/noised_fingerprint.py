@@ -18,7 +18,8 @@ from dataclasses import replace
 import numpy as np
 
 from medfl.core import Floats
-from medfl.data.fingerprint import AXES, UNIT, Fingerprint, Tally
+from medfl.data import Fingerprint, Tally
+from medfl.data.fingerprint import AXES, UNIT
 from medfl.policy.suppression import geometric
 
 _GRID = 2**20

@@ -22,8 +22,8 @@ from monai.inferers import SimpleInferer
 from torch import Tensor, nn
 
 from medfl.core import OF_VECTORS, InputError, check_name, did_you_mean, either, map_values, stream
-from medfl.evaluation.evaluators import CaseEvaluator, ClassEvaluator, Evaluator, MaskEvaluator
-from medfl.evaluation.metrics import METRICS, OF_CASES
+from medfl.evaluation import METRICS, CaseEvaluator, ClassEvaluator, Evaluator, MaskEvaluator
+from medfl.evaluation.metrics import OF_CASES
 from medfl.problem.described import Config
 from medfl.problem.optimizers import OptimizerFactory
 from medfl.problem.parts_data import PartSections

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Subset
 
 from medfl.core import SECTIONS, InputError, did_you_mean, generator_of, stream
-from medfl.data.source import Source, class_index, numbers, records, take_apart
+from medfl.data import Source, records, take_apart
+from medfl.data.source import class_index, numbers
 from medfl.problem.sections import Section
 
 _SHARES = (0.2, 0.1)

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from medfl.core import SECTIONS, InputError, MedflError, as_text, root_cause, stream
-from medfl.data.prepare import DiskCache, prepare
-from medfl.data.prepared import Item, Prepared, Shard, moved
+from medfl.data import DiskCache, Item, Prepared, Shard, moved
+from medfl.data.prepare import prepare
 from medfl.datasets import own
 from medfl.datasets.readers.reading import JOINED
-from medfl.evaluation.evaluators import Evaluator
-from medfl.evaluation.metrics import Cases, summarise
+from medfl.evaluation import Cases, Evaluator, summarise
 from medfl.networks.deep_supervision import with_full_size
 from medfl.policy.policy import Policy
 from medfl.problem.described import Config

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 from monai.data import list_data_collate
 
 from medfl.core import SECTIONS, InputError
-from medfl.data.prepared import Item
-from medfl.data.samples import Collate, drop_label, fill_missing, resample_each
-from medfl.data.source import LACKS, NO_LABEL, SPACING, Source
+from medfl.data import LACKS, NO_LABEL, Item, Source, drop_label, fill_missing
+from medfl.data.samples import Collate, resample_each
+from medfl.data.source import SPACING
 
 
 @dataclass(frozen=True)

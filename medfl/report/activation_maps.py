@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from medfl.core import InputError
+from medfl.data import Shard
 from medfl.data.partition.table import shorten
-from medfl.data.prepared import Shard
 from medfl.report.style import INK, SOFT
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from pathlib import Path
 from statistics import fmean
 
 from medfl.core import markdown_table, markdown_text
-from medfl.evaluation import metrics
-from medfl.evaluation.bootstrap import Interval
+from medfl.evaluation import Interval, metrics
 from medfl.report import formatting
 from medfl.report.run_files import MODEL_KINDS, RunFiles
 from medfl.storage import CROSS_SITE, read_rows, write_atomic

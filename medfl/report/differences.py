@@ -18,9 +18,8 @@ from statistics import fmean
 import numpy as np
 
 from medfl.core import Floats, Integers, derive, pick, within
-from medfl.evaluation import bootstrap, metrics
-from medfl.evaluation.bootstrap import LEAST, Draws, Interval
-from medfl.evaluation.metrics import Cases
+from medfl.evaluation import Cases, Draws, Interval, bootstrap, metrics
+from medfl.evaluation.bootstrap import LEAST
 from medfl.report import cross_site
 from medfl.report.formatting import number, signed
 from medfl.report.run_files import Predictions, RunFiles

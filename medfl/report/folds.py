@@ -23,9 +23,7 @@ from medfl.core import (
     terminal,
     within,
 )
-from medfl.evaluation import metrics
-from medfl.evaluation.metrics import Cases
-from medfl.evaluation.undefined import told_by
+from medfl.evaluation import Cases, metrics, told_by
 from medfl.report import formatting
 from medfl.report.run_files import Predictions, RunFiles
 from medfl.report.table import PHANTOM_NOTE, structure_lines
@@ -69,6 +67,7 @@ def read_record(folder: Path) -> Document:
             "as many folds as it lists images of",
             "restore the file",
         )
+
     return record
 
 
@@ -107,6 +106,7 @@ class Folds:
                 "a folder of medfl run --folds",
                 "continue it with --resume",
             )
+
         # a fold without test cases has no columns to compare
         forms = {_form(run) for run in runs.values() if _predictions(run).ids}
         if len(forms) > 1:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from medfl.core import Array, Config, Document, pick
+from medfl.data import Geometry
 from medfl.data.partition.table import shorten
-from medfl.data.prepared import Geometry
-from medfl.evaluation.slices import Plane, planes, unit
+from medfl.evaluation import planes, unit
+from medfl.evaluation.slices import Plane
 from medfl.report.formatting import number
 from medfl.report.picture import Colour, Floats, Picture, colours, render, slant
 from medfl.report.style import INK, SOFT, TINTS

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from medfl.core import Array, Document, Flags, Floats, Integers, derive
-from medfl.evaluation import bootstrap, calibration, metrics, roc
-from medfl.evaluation.bootstrap import DRAWS, LEAST, LEVEL, Draws, Interval
+from medfl.evaluation import Draws, Interval, bootstrap, calibration, metrics, roc
+from medfl.evaluation.bootstrap import DRAWS, LEAST, LEVEL
 from medfl.evaluation.numbers import agreement
 from medfl.evaluation.roc import Curve
 from medfl.report import charts, formatting

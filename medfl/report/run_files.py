@@ -11,10 +11,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from medfl.core import Integers, listed, slug, within
-from medfl.evaluation import metrics
-from medfl.evaluation.bootstrap import Draws
-from medfl.evaluation.mask_metrics import KINDS as OF_STRUCTURES
-from medfl.evaluation.metrics import METRICS, OVER_CLASSES, Cases, direction, higher_is_better
+from medfl.evaluation import (
+    KINDS as OF_STRUCTURES,
+    METRICS,
+    OVER_CLASSES,
+    Cases,
+    Draws,
+    direction,
+    higher_is_better,
+    metrics,
+)
 from medfl.evaluation.undefined import NAMED
 from medfl.storage.run_reader import RunReader, Table
 

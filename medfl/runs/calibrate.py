@@ -34,8 +34,7 @@ from medfl.core import (
     printable,
     terminal,
 )
-from medfl.evaluation import conformal
-from medfl.evaluation.conformal import Scored
+from medfl.evaluation import Scored, conformal
 from medfl.policy.gate import Gate
 from medfl.policy.policy import EVALUATE, Policy
 from medfl.policy.privacy import Account
@@ -160,6 +159,7 @@ def calibrate(
             " or ".join(kind.set_scores) or "tasks of classes, findings, numbers or masks",
             "leave --scores out, or calibrate such a run",
         )
+
     if not result.finished:
         raise InputError(
             f"the run in {result.path}, which is not finished",
@@ -402,6 +402,7 @@ class Calibration:
             if ids is not None and tested is not None:
                 rows = [row for row, ident in enumerate(tested.ids) if ident in ids]
                 table = conformal.table_of(tested.select(rows), least)
+
             if table is None or place is None:
                 continue
 

@@ -32,8 +32,7 @@ from medfl.core import (
     within,
     without,
 )
-from medfl.problem import described
-from medfl.problem.problem import Problem
+from medfl.problem import Problem, described
 from medfl.storage import hashed, load_pickled, save_weights, weights_file, weights_sha256
 from medfl.storage.checkpoints import ScriptModule
 from medfl.storage.places import BACKBONES

@@ -26,14 +26,12 @@ from medfl.core import (
     refuse_untrusted_module,
     withdrawn_settings,
 )
-from medfl.data.on_device import free_gpu_memory
+from medfl.data import Prepared, free_gpu_memory
 from medfl.data.partition.table import table as partition_table
-from medfl.data.prepared import Prepared
-from medfl.evaluation.metrics import higher_is_better
+from medfl.evaluation import higher_is_better
 from medfl.policy.inspection import TRAINING, inspect
 from medfl.policy.policy import Policy
-from medfl.problem.parts import is_parts
-from medfl.problem.problem import prepared_sections
+from medfl.problem import is_parts, prepared_sections
 from medfl.report import RunFiles, cross_site, site_chart, write_report
 from medfl.runs import request_checks, text_record
 from medfl.runs.pace import standstill, steps_note
@@ -236,6 +234,7 @@ def _checked_tolerance(launch: Launch, runtime: Runtime) -> Tolerance:
             "a run in this process alone",
             "leave it out",
         )
+
     if launch.track is not None:
         tracking.parse(launch.track)
     return Tolerance(launch.min_replies, launch.deadline)
@@ -677,6 +676,7 @@ def is_due(run: Run, path: Path) -> bool:
     if _scored(path) == run.rounds:
         require_same_settings(run, read_verified_run(path / "run.json")[0])
         return False
+
     rounds_done(run, path)
     return True
 
@@ -686,6 +686,7 @@ def _scored(path: Path) -> int | None:
     with suppress(InputError):
         rounds = read_summary(path / "summary.json")["rounds"]
         return rounds if (path / "sites.csv").is_file() else None
+
     return None
 
 
@@ -736,6 +737,7 @@ def discarding(folder: RunFolder, resume: bool) -> Iterator[None]:
         if not resume and folder.manifest() is None:
             # otherwise the corrected command would be refused because its folder is in use
             folder.remove_unstarted(LOCAL_REFERENCE)
+
         raise
 
 

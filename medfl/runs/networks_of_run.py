@@ -18,7 +18,7 @@ from torch import nn
 from medfl import methods
 from medfl.core import Config, InputError, Print, Run, Task, Tensors
 from medfl.methods.base import Method
-from medfl.problem.problem import Problem
+from medfl.problem import Problem
 from medfl.runs.plan import repeat
 from medfl.runs.teachers.trained import bundle_of_run, network_with
 from medfl.runtimes.federation import Federation, participants

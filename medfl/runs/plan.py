@@ -49,8 +49,7 @@ from medfl.core.compression import Compression
 from medfl.data.partition.rules import OWN_SITES, Partition, assign, parse
 from medfl.methods.base import Method
 from medfl.policy.policy import Policy
-from medfl.problem.described import LARGEST_COMPONENT
-from medfl.problem.problem import Problem
+from medfl.problem import LARGEST_COMPONENT, Problem
 from medfl.runs import initial_weights, text_record
 from medfl.runs.pace import AUTO, fit_schedule, rounds_note
 from medfl.runs.public_data import PublicPlan, plan_public

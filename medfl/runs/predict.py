@@ -30,16 +30,14 @@ from medfl.core import (
     without,
 )
 from medfl.core.arrays import Bytes
-from medfl.data.prepared import Geometry, Prepared, Shard
+from medfl.data import Geometry, Prepared, Shard
 from medfl.datasets import own
 from medfl.datasets.readers.reading import files_of
 from medfl.datasets.readers.unlabelled import is_channel, other_kinds, without_ending
 from medfl.datasets.readers.volumes import is_volume, read_volume
-from medfl.evaluation import save_masks, undefined
-from medfl.evaluation.evaluators import Masks, VectorEvaluator
-from medfl.evaluation.metrics import Cases, is_distance
-from medfl.evaluation.slices import unit
-from medfl.problem.described import mask_values
+from medfl.evaluation import Cases, Masks, VectorEvaluator, save_masks, undefined, unit
+from medfl.evaluation.metrics import is_distance
+from medfl.problem import mask_values
 from medfl.problem.tasks.regression import scale_of
 from medfl.runs import references
 from medfl.runs.predictor import Predictor, open_predictor

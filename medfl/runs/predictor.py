@@ -26,21 +26,22 @@ from medfl.core import (
     slug,
     type_errors,
 )
-from medfl.data.samples import allow_missing_labels
-from medfl.evaluation.conformal import Rule
-from medfl.evaluation.evaluators import (
+from medfl.data import allow_missing_labels
+from medfl.evaluation import (
     CaseEvaluator,
+    Cases,
     ClassEvaluator,
     Evaluator,
     MaskEvaluator,
-    OwnValues,
+    Rule,
     VectorEvaluator,
+    summarise,
+    surface_metrics_of,
 )
-from medfl.evaluation.mask_metrics import surface_metrics_of
-from medfl.evaluation.metrics import Cases, summarise
+from medfl.evaluation.evaluators import OwnValues
 from medfl.policy import admission
-from medfl.problem.described import LARGEST_COMPONENT, channel_names, largest_components
-from medfl.problem.problem import Problem
+from medfl.problem import LARGEST_COMPONENT, Problem, channel_names
+from medfl.problem.described import largest_components
 from medfl.problem.tasks import KINDS
 from medfl.problem.tasks.kind import Kind
 from medfl.problem.tasks.multilabel import FindingEvaluator

@@ -20,10 +20,9 @@ from medfl import methods
 from medfl.bundle.bundle import Bundle, shipped
 from medfl.bundle.open import WithData, open_problem, with_data
 from medfl.core import Config, InputError, Print, PublicRecord, Shape, Task, stream
-from medfl.data.prepared import Item, Prepared, Shard
-from medfl.data.public import Public
+from medfl.data import Item, Prepared, Public, Shard
 from medfl.methods.base import Method
-from medfl.problem.problem import Problem
+from medfl.problem import Problem
 from medfl.runs.teachers.answers import Questions, Teacher, obtain, open_teacher, split_names
 from medfl.storage import PHANTOM
 

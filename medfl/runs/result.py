@@ -24,10 +24,8 @@ from medfl.core import (
     map_values,
     pick_known,
 )
-from medfl.data.prepared import Prepared, Shard
-from medfl.evaluation import metrics
-from medfl.evaluation.evaluators import ClassEvaluator
-from medfl.evaluation.metrics import Cases
+from medfl.data import Prepared, Shard
+from medfl.evaluation import Cases, ClassEvaluator, metrics
 from medfl.problem.tasks import KINDS
 from medfl.problem.tasks.kind import Examined, probabilities_in
 from medfl.report import activation_maps, write_report
@@ -178,7 +176,8 @@ class Result(ResultTables):
         Raises:
             InputError: the run has not got that far.
         """
-        return [parse_row(row) for _, row in self._prediction_table.rows]
+        rows = dict(self._prediction_table.rows).values()  # by their line numbers
+        return list(map(parse_row, rows))
 
     @property
     def labels(self) -> Integers:

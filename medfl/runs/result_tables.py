@@ -9,7 +9,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from medfl.core import Document, InputError, Run, did_you_mean
-from medfl.evaluation.metrics import title
+from medfl.evaluation import title
 
 if TYPE_CHECKING:
     import pandas

@@ -24,9 +24,7 @@ from scipy.stats import binomtest
 
 from medfl.bundle import case_metadata
 from medfl.core import Array, Config, Flags, InputError, Integers, map_values, pick, without
-from medfl.evaluation import bootstrap, delong, findings
-from medfl.evaluation.delong import Area
-from medfl.evaluation.metrics import Cases, summarise
+from medfl.evaluation import Area, Cases, bootstrap, delong, findings, summarise
 from medfl.policy.suppression import suppress_counts
 from medfl.problem.tasks import KINDS
 from medfl.problem.tasks.kind import Kind, column_names

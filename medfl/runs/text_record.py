@@ -19,7 +19,7 @@ from torch import Tensor
 from medfl import methods
 from medfl.core import InputError, Run, TextRecord, json_values
 from medfl.methods.base import Method
-from medfl.problem.problem import Problem
+from medfl.problem import Problem
 from medfl.runs import initial_weights
 from medfl.storage import load_weights, write_atomic
 

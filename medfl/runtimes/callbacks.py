@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from medfl.core import InputError, RunError, Tensors, Weights, byte_count
-from medfl.evaluation.metrics import direction
+from medfl.evaluation import direction
 from medfl.storage import atomic_replace, save_weights
 
 _UNDEFINED = {"mae": ("r2", "pearson"), "dice": ()}

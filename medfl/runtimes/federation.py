@@ -31,14 +31,12 @@ from medfl.core import (
     stream,
 )
 from medfl.core.compression import Compression
+from medfl.data import AnnotatedClasses, Prepared, Public, Shard, free_gpu_memory
 from medfl.data.intensities import constants
-from medfl.data.known_labels import AnnotatedClasses
-from medfl.data.on_device import Free, free_gpu_memory, hold
-from medfl.data.prepared import Prepared, Shard
-from medfl.data.public import Public
-from medfl.evaluation.mask_metrics import surface_metrics_of
+from medfl.data.on_device import Free, hold
+from medfl.evaluation import surface_metrics_of
 from medfl.methods.base import Method
-from medfl.problem.problem import Problem, prepared_sections
+from medfl.problem import Problem, prepared_sections
 from medfl.runtimes import site_channels, site_labels
 from medfl.runtimes.message_rules import Form, MessageRules, Wire
 from medfl.runtimes.server.robust import Aggregation, with_effective_counts

@@ -7,10 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 
 from medfl.core import SECTIONS, InputError, Run, by_site, site_names, spacings
-from medfl.data.prepared import Channels, Prepared
-from medfl.data.source import LACKS
-from medfl.problem.described import tensor_described
-from medfl.problem.problem import Problem
+from medfl.data import LACKS, Prepared
+from medfl.data.prepared import Channels
+from medfl.problem import Problem, tensor_described
 from medfl.problem.sections import ReplacedSections
 from medfl.runtimes.site_settings import positions, require_sites
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from medfl.core import FROM_MASKS, Config, InputError, Run, by_site, slug
-from medfl.data.known_labels import AnnotatedClasses, PartialLoss
-from medfl.data.prepared import Shard
+from medfl.data import AnnotatedClasses, Shard
+from medfl.data.known_labels import PartialLoss
 from medfl.methods.base import Method
-from medfl.problem.problem import Problem
+from medfl.problem import Problem
 from medfl.runtimes.site_settings import positions, require_sites
 
 _FLAG = "--site-labels"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from medfl.core import Message, Weights, byte_count, map_values
-from medfl.data.prepare import free_ram
+from medfl.data import free_ram
 from medfl.storage import writing
 
 BUDGET: int | None = None

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from torch.func import replace_all_batch_norm_modules_
 
 from medfl.core import Message, RunError, Tensors, derive, readable_file_name
-from medfl.data.prepared import Shard
-from medfl.evaluation.evaluators import CaseEvaluator, MaskEvaluator, Masks
-from medfl.evaluation.metrics import Cases, CasesByName
+from medfl.data import Shard
+from medfl.evaluation import CaseEvaluator, Cases, CasesByName, MaskEvaluator, Masks
 from medfl.evaluation.save_masks import save
-from medfl.problem.described import mask_values
+from medfl.problem import mask_values
 from medfl.problem.tasks.kind import Examined, no_sets
 from medfl.runtimes.profiling import EVALUATION, during
 from medfl.runtimes.rules import check_update

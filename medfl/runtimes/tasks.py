@@ -16,8 +16,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from medfl.core import MedflError, Message, RunError
-from medfl.evaluation.evaluators import Masks
-from medfl.evaluation.metrics import Cases, CasesByName
+from medfl.evaluation import Cases, CasesByName, Masks
 from medfl.runtimes.attendance import FailedReply
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.profiling import CHECKPOINT, EVALUATION, TRAINING, during

@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from medfl import methods
 from medfl.core import InputError, Run, site_names
-from medfl.data.prepared import Item, Shard, unlabelled
-from medfl.data.source import NO_LABEL
+from medfl.data import NO_LABEL, Item, Shard
+from medfl.data.prepared import unlabelled
 from medfl.methods.base import Method
-from medfl.problem.problem import Problem
+from medfl.problem import Problem
 from medfl.runtimes import site_labels
 from medfl.runtimes.site_settings import allowed_sites, require_sites
 from medfl.training.site import Site

@@ -16,7 +16,8 @@ from operator import add
 import numpy as np
 
 from medfl.core import Floats, InputError
-from medfl.data.fingerprint import Fingerprint, Tally, is_present
+from medfl.data import Fingerprint, Tally
+from medfl.data.fingerprint import is_present
 
 _ANISOTROPIC = 3  # ratio of a spacing, or of an axis' voxels, to the others
 _LEAST_EDGE = 4  # voxels of the deepest feature map

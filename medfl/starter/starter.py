@@ -509,11 +509,15 @@ def _patients(
     trained = len(groups) - math.ceil(len(groups) / _FOLDS) - 1
     fields["sites"] = min(3, max(1, trained))
 
-    centres: dict[str, set[str]] = defaultdict(set)
+    centres = set()
+    trained_at = set()
     for record, section in divided:
-        centres[dataset.rows.get(record.id, {}).get("centre") or ""].add(section)
+        centre = dataset.rows.get(record.id, {}).get("centre") or ""
+        centres.add(centre)
+        if section == "train":
+            trained_at.add(centre)
 
-    if len(centres) > 1 and "" not in centres and all("train" in has for has in centres.values()):
+    if len(centres) > 1 and "" not in centres and centres == trained_at:
         fields["centres"] = tuple(sorted(centres))
 
     patients = {(record.group, record.label) for record, _ in divided}

@@ -86,6 +86,7 @@ class RunFolder:
         for path in self.path.iterdir():
             if path.name not in beside:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
+
         if not any(self.path.iterdir()):
             with suppress(PermissionError):  # in a sandbox the folder itself stays
                 self.path.rmdir()

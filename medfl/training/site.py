@@ -19,9 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from medfl.core import InputError, Message, RunError, Task, Tensors, Weights, stream
-from medfl.data.known_labels import AnnotatedClasses
-from medfl.data.prepared import Shard, moved
-from medfl.data.public import Public
+from medfl.data import AnnotatedClasses, Public, Shard, moved
 from medfl.networks.deep_supervision import carried
 from medfl.networks.heads import entering_head
 from medfl.storage import State

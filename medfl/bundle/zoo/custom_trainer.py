@@ -26,7 +26,7 @@ from medfl.bundle.configuration import Configuration
 from medfl.bundle.engines import find_evaluator
 from medfl.bundle.zoo import compatibility
 from medfl.core import Document, InputError, MedflError, RunError, as_text, derive, stream
-from medfl.data.prepared import Shard
+from medfl.data import Shard
 from medfl.data.samples import random_parts
 from medfl.training.site import FitReport, Site, check_finite
 

@@ -11,7 +11,7 @@ from medfl.bundle.configuration import Configuration, own_modules, target_name
 from medfl.bundle.engines import find_evaluator, is_disabled, own_trainer_class
 from medfl.bundle.zoo import compatibility
 from medfl.policy.policy import Policy
-from medfl.problem.sections import Section
+from medfl.problem import Section
 
 
 def notes(

@@ -574,6 +574,7 @@ class _Table:
                 raise self._wrong(
                     name, odd[0], "0, 1, -1 (uncertain) or nothing; numbers with --task regression"
                 )
+
             if odd and {"0", "1"} <= {*cells}:
                 notes.append(
                     f"not taken: {cells[odd[0]]!r} in column {name!r}; --label-column names the columns"
@@ -753,11 +754,13 @@ def read(path: Path, images: Sequence[str], wanted: Wanted | None = None) -> Lab
         notes.append(
             f"no image of {listed(sorted(absent))} has a {_NOUNS[meaning.task]}: it is no site"
         )
+
     if pairs:
         notes.append(
             f"{len(pairs)} names of images differ from the table's in zeros before a number, which spreadsheets take, "
             f"or in characters that are invisible or look alike: {' and '.join(map(ascii, pairs[0]))}"
         )
+
     if advice := respelled(without_image):
         notes.append(advice)
     if meaning.task == "multilabel":
@@ -817,6 +820,7 @@ def _matched(
                 "a row for each image, by the name of its file",
                 "write the column as text",
             )
+
         names = [*filter(image_of.__contains__, names)]
         if names and rows[row_numbers.setdefault(image_of[names[0]], number)] != row:
             image = image_of[names[0]]

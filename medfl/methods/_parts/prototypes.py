@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize, one_hot
 
 from medfl.core import Weights
-from medfl.data.prepared import Shard
+from medfl.data import Shard
 from medfl.methods._parts.class_heads import class_count
 from medfl.methods.base import Group
 from medfl.networks.heads import feature_size, features_and_output, head

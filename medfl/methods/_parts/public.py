@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from medfl.core import InputError
-from medfl.data.prepared import Batch, Prepared, Shard
-from medfl.data.public import Public
+from medfl.data import Batch, Prepared, Public, Shard
 from medfl.methods._parts.extras import PublicData
 from medfl.methods.base import Method
 from medfl.training import Host, Site

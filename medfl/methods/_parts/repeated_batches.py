@@ -8,7 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from medfl.data.prepared import Batch, Prepared, Shard, Wrapped
+from medfl.data import Batch, Prepared, Shard
+from medfl.data.prepared import Wrapped
 from medfl.training import Site
 
 

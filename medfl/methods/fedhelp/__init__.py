@@ -41,7 +41,7 @@ from medfl.core import (
     not_among,
     split_commas,
 )
-from medfl.data.prepared import Shard
+from medfl.data import Shard
 from medfl.methods._parts.class_heads import class_count, with_class_head
 from medfl.methods._parts.distillation import divergence, set_loss
 from medfl.methods._parts.extras import SiteNetworks, deal

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from medfl.core import Task
-from medfl.data.prepared import Shard
+from medfl.data import Shard
 from medfl.methods._parts.prototypes import pixel_classes
 from medfl.methods.base import Collated, Method, one_of, option
 

@@ -11,11 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from medfl.core import Integers
-from medfl.data.prepared import Shard
-from medfl.evaluation import bootstrap
-from medfl.evaluation.bootstrap import Draws
-from medfl.evaluation.conformal import Rule, Scored, bins_of, class_scores
-from medfl.evaluation.metrics import Cases
+from medfl.data import Shard
+from medfl.evaluation import Cases, Draws, Rule, Scored, bins_of, bootstrap
+from medfl.evaluation.conformal import class_scores
 from medfl.problem.tasks.kind import (
     Examined,
     Kind,

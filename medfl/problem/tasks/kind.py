@@ -14,12 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from medfl.core import Array, Config, Document, Floats, InputError, Integers, map_values, without
-from medfl.data.prepared import Item, Shard
-from medfl.evaluation import bootstrap
-from medfl.evaluation.bootstrap import Draws, Interval
-from medfl.evaluation.conformal import Rule, Scored, halves
-from medfl.evaluation.evaluators import Evaluator
-from medfl.evaluation.metrics import METRICS, Cases
+from medfl.data import Item, Shard
+from medfl.evaluation import METRICS, Cases, Draws, Evaluator, Interval, Rule, Scored, bootstrap
+from medfl.evaluation.conformal import halves
 from medfl.storage.run_reader import Table
 
 Row = Document

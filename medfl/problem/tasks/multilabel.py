@@ -11,12 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from medfl.core import Array, Tensors
-from medfl.data.prepared import Item, Shard
-from medfl.evaluation import findings
-from medfl.evaluation.bootstrap import Draws
-from medfl.evaluation.conformal import Rule, Scored, bins_of
+from medfl.data import Item, Shard
+from medfl.evaluation import Cases, Draws, Rule, Scored, bins_of, findings
 from medfl.evaluation.evaluators import LogitEvaluator
-from medfl.evaluation.metrics import Cases
 from medfl.problem.tasks.kind import (
     Examined,
     Kind,

@@ -12,12 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from medfl.core import InputError, Tensors
-from medfl.data.prepared import Item, Shard
-from medfl.evaluation import numbers
-from medfl.evaluation.bootstrap import Draws
-from medfl.evaluation.conformal import Rule, Scored, bins_of, half_width
-from medfl.evaluation.evaluators import VectorEvaluator
-from medfl.evaluation.metrics import Cases
+from medfl.data import Item, Shard
+from medfl.evaluation import Cases, Draws, Rule, Scored, VectorEvaluator, bins_of, numbers
+from medfl.evaluation.conformal import half_width
 from medfl.problem.described import Config, tensor_described
 from medfl.problem.tasks.kind import (
     Examined,

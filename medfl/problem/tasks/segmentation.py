@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from medfl.core import slug
-from medfl.evaluation.conformal import EDGES, Scored, bins_of
-from medfl.evaluation.evaluators import MaskEvaluator
-from medfl.evaluation.mask_metrics import KINDS, by_structure
-from medfl.evaluation.metrics import LARGEST, Cases
+from medfl.evaluation import KINDS, Cases, MaskEvaluator, Scored, bins_of
+from medfl.evaluation.conformal import EDGES
+from medfl.evaluation.mask_metrics import by_structure
+from medfl.evaluation.metrics import LARGEST
 from medfl.problem.described import LARGEST_COMPONENT
 from medfl.problem.tasks.kind import Examined, Kind, no_sets
 

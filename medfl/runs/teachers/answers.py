@@ -37,7 +37,7 @@ from medfl.core import (
     stream,
     terminal,
 )
-from medfl.problem.problem import Problem
+from medfl.problem import Problem
 from medfl.runs.teachers import medsam, open_clip, trained
 from medfl.runs.teachers.questions import Questions as Questions, Teacher as Teacher, public_classes
 from medfl.storage import cache_folder, write_json, writing

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from medfl.bundle.text_embeddings import at_hand, from_files
 from medfl.core import LOADER, Array, Config, InputError, Tensors, Weights, versions_of
 from medfl.datasets.readers.pairs import read_pair
-from medfl.problem.problem import Problem
+from medfl.problem import Problem
 from medfl.runs.teachers.questions import Picture, Questions, as_picture, need_task, read_picture
 from medfl.storage import load_pickled, weights_sha256
 

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from medfl.bundle.text_embeddings import at_hand, refuse_other_folders, unit
 from medfl.core import Config, InputError, versions_of
-from medfl.problem.problem import Problem
-from medfl.problem.prompts import Text
+from medfl.problem import Problem, Text
 from medfl.runs.teachers.questions import Questions, need_task, read_picture
 from medfl.storage import weights_sha256
 

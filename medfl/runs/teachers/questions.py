@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from medfl.core import Array, Bytes, Config, InputError, Shape
-from medfl.data.public import Public
+from medfl.data import Public
 from medfl.datasets.readers.reading import read_pixels
-from medfl.problem.problem import Problem
+from medfl.problem import Problem
 
 Picture = Bytes
 """(H, W, 3), RGB."""

@@ -32,14 +32,12 @@ from medfl.core import (
     Weights,
     versions_of,
 )
-from medfl.data.prepared import Shard, Stacked
-from medfl.data.samples import SampleMaker
-from medfl.data.source import Source
+from medfl.data import SampleMaker, Shard, Source, Stacked
 from medfl.datasets.readers.reading import files_of
-from medfl.evaluation.evaluators import ClassEvaluator, Foreign
+from medfl.evaluation import ClassEvaluator, Foreign
 from medfl.methods.base import Method
 from medfl.policy.policy import Policy
-from medfl.problem.problem import Problem
+from medfl.problem import Problem
 from medfl.runs import text_record
 from medfl.runs.initial_weights import first_file
 from medfl.runs.teachers.questions import Questions, public_classes

@@ -14,8 +14,7 @@ from pathlib import Path
 import torch
 
 from medfl.core import MedflError, Print
-from medfl.data.prepare import free_ram
-from medfl.data.prepared import Shard
+from medfl.data import Shard, free_ram
 from medfl.runtimes.federation import Federation
 from medfl.training.site import fit, snapshot
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from medfl.core import InputError, MedflError, as_text, root_cause, site_names, stream
-from medfl.data.prepared import Shard
+from medfl.data import Shard
 from medfl.runtimes.federation import Federation
 from medfl.training import Networks, fit
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from medfl.core import Document, InputError, MedflError, RunError, Weights, byte_count
-from medfl.evaluation.tally import Tally
+from medfl.evaluation import Tally
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.spilled_replies import TensorStore
 from medfl.runtimes.tasks import MakeTask, Results, result_or_failure

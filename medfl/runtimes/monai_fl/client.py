@@ -50,11 +50,8 @@ from medfl.core import (
     map_values,
     printable,
 )
-from medfl.data.fingerprint import Fingerprint
-from medfl.evaluation import conformal, tally
-from medfl.evaluation.conformal import Scored
-from medfl.evaluation.metrics import Cases, CasesByName, summarise
-from medfl.evaluation.tally import Tally
+from medfl.data import Fingerprint
+from medfl.evaluation import Cases, CasesByName, Scored, Tally, conformal, summarise, tally
 from medfl.policy.policy import JOBS, PLAN, UNNAMED_JOBS, Outbound
 from medfl.policy.suppression import LEAST
 from medfl.runtimes.federation import Federation

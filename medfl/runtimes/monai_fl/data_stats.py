@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from medfl.core import Config, Floats, InputError, Integers, Task, printable
-from medfl.data.prepared import Shard
+from medfl.data import Shard
 from medfl.methods._parts.prototypes import class_counts
 from medfl.policy.suppression import hidden_bins, suppress_counts
 from medfl.runtimes.registry import Document

@@ -13,7 +13,7 @@ from monai.fl.utils.constants import ExtraItems, FlStatistics
 from monai.fl.utils.exchange_object import ExchangeObject
 
 from medfl.core import Count, Message, RunError, matches_type
-from medfl.evaluation.metrics import CasesByName
+from medfl.evaluation import CasesByName
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.monai_fl.client import (

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from medfl.core import Document, MedflError, Message, Print, RunError, error_id
-from medfl.data.fingerprint import Fingerprint, read
-from medfl.evaluation.metrics import Cases, summarise
+from medfl.data import Fingerprint, read
+from medfl.evaluation import Cases, summarise
 from medfl.policy.audit import Audit, describe_document, describe_message, numbers
 from medfl.policy.gate import Gate
 from medfl.policy.policy import Outbound

@@ -36,8 +36,8 @@ from medfl.core import (
     without_round_limit,
 )
 from medfl.core.compression import Compression
-from medfl.data.fingerprint import Fingerprint, read
-from medfl.evaluation.metrics import Cases, CasesByName
+from medfl.data import Fingerprint, read
+from medfl.evaluation import Cases, CasesByName
 from medfl.runtimes.message_rules import MessageRules
 from medfl.runtimes.monai_fl.data_stats import Bins
 from medfl.runtimes.monai_fl.pipe import Pipe, read_forms

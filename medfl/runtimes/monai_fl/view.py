@@ -24,10 +24,9 @@ from medfl.core import (
     without_round_limit,
 )
 from medfl.core.compression import Compression
-from medfl.data.fingerprint import Fingerprint
-from medfl.data.prepared import Batch, Shard
+from medfl.data import Batch, Fingerprint, Shard
 from medfl.datasets.readers.reading import stored_key
-from medfl.evaluation.metrics import Cases
+from medfl.evaluation import Cases
 from medfl.problem import fingerprint
 from medfl.runtimes import site_channels, site_labels
 from medfl.runtimes.federation import Federation, site_seed

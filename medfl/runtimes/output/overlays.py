@@ -8,9 +8,8 @@ import numpy as np
 from torch import Tensor
 
 from medfl.core import Array, Metrics, map_values, within
-from medfl.data.prepared import Geometry, Shard
-from medfl.evaluation.evaluators import Foreign, Masks
-from medfl.evaluation.metrics import Cases
+from medfl.data import Geometry, Shard
+from medfl.evaluation import Cases, Foreign, Masks
 from medfl.evaluation.slices import true_colours
 from medfl.report import overlays
 from medfl.report.overlays import Example, dice_strips

@@ -15,10 +15,8 @@ from torch import Tensor, nn
 
 from medfl import methods
 from medfl.core import Integers, Shape, derive, stream
-from medfl.data.prepared import Geometry, Shard, Stacked
-from medfl.evaluation.evaluators import Masks
-from medfl.evaluation.metrics import Cases
-from medfl.evaluation.slices import planes
+from medfl.data import Geometry, Shard, Stacked
+from medfl.evaluation import Cases, Masks, planes
 from medfl.methods._parts.extras import Synthetic
 from medfl.methods._parts.prototypes import DISTANCES, features
 from medfl.networks.heads import entering_head, head

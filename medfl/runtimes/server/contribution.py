@@ -25,7 +25,7 @@ import numpy as np
 
 from medfl import methods
 from medfl.core import MEAN, Document, InputError, Metrics
-from medfl.evaluation.bootstrap import t_interval
+from medfl.evaluation import t_interval
 from medfl.runtimes.federation import Federation
 
 EXACT = 5

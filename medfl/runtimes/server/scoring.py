@@ -24,19 +24,20 @@ from medfl.core import (
     within,
 )
 from medfl.core.seeding import derive
-from medfl.evaluation import bootstrap, tally, undefined
-from medfl.evaluation.evaluators import Masks
-from medfl.evaluation.metrics import (
+from medfl.evaluation import (
     OVER_CLASSES,
     Cases,
     CasesByName,
+    Masks,
+    bootstrap,
     direction,
-    fewer_classes,
     higher_is_better,
-    spread,
+    tally,
+    undefined,
+    unit,
 )
-from medfl.evaluation.slices import unit
-from medfl.problem.described import LARGEST_COMPONENT
+from medfl.evaluation.metrics import fewer_classes, spread
+from medfl.problem import LARGEST_COMPONENT
 from medfl.runtimes import site_labels, tasks
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.output.overlays import chosen
