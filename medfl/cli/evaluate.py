@@ -10,7 +10,7 @@ from medfl.cli import arguments
 from medfl.cli.parser import add_verb, show
 from medfl.cli.run import launch_of, result_lines
 from medfl.cli.walls import Use, hold
-from medfl.core import Config, InputError, Run, listed, printable
+from medfl.core import Config, Document, InputError, Run, listed, printable
 from medfl.core.importing import without_gc
 from medfl.storage import is_run, read_run, require_unused
 
@@ -57,6 +57,9 @@ def add(verbs: Any) -> None:
     sites = verb.add_argument_group("sites")
     sites.add_number("--sites", "N", "number of sites")
     sites.add_partition()
+    sites.add_number(
+        "--folds", "K", "test each image once, in K folds split by patient, and pool the metrics"
+    )
     sites.add_settings("site_labels", "site_channels", "site_spacing", "metrics")
     machine = verb.add_machine()
     machine.add_trust()
@@ -88,31 +91,36 @@ def run(args: Namespace) -> int:
         title = f"{Path(bundle).expanduser().resolve().name}-evaluated-{model.resolve().stem}"
         args.out = Path("runs") / title
 
-    resume = _is_begun(args.out)
+    resume = _is_begun(args.out, args.folds)
     if not resume:
         require_unused(args.out, advice="give a new folder")
 
     hold(args, Use(bundles=[bundle], runs=runs, folder=args.out))
     with without_gc():
-        from medfl.runs.launch import federate  # torch and monai take seconds to import
+        from medfl.runs import folds  # torch and monai take seconds to import
+        from medfl.runs.launch import federate
 
     _check_classes(model, bundle, config)
     method, options = _method_of(model, record)
     requested |= {"method": method, "rounds": 0, "init": init}
-    document = federate(
-        bundle,
-        options=options,
-        config=config,
-        requested=requested,
-        launch=launch_of(args),
-        resume=resume,
-    )
+    launch = launch_of(args)
+    examined: Document = {"options": options, "config": config, "requested": requested}
+    if args.folds is None:
+        document = federate(bundle, launch=launch, resume=resume, **examined)
+    elif resume:
+        document = folds.resume(args.out, {}, launch=launch)
+    else:
+        document = folds.cross_validate(bundle, args.folds, launch=launch, **examined)
+
     return show(args, document, result_lines(Path(document["folder"])))
 
 
-def _is_begun(folder: Path) -> bool:
+def _is_begun(folder: Path, folds: int | None) -> bool:
     """Tell whether an evaluation in this folder was ended before its report was written."""
     record = folder / "run.json"
+    if folds is not None:
+        record = folder / "fold-1" / "run.json"
+
     if not record.is_file() or (folder / "report.html").is_file():
         return False
 

@@ -71,6 +71,25 @@ def begin_with(bundle: Problem, text: str, say: Print = str, seed: int = 0) -> t
     return bundle.replaced(start=weights), KNOWN + weights_sha256(weights)
 
 
+def seen_notes(text: str, run: Run) -> tuple[str, ...]:
+    """Return a note if a run's model is examined on images that it was trained on."""
+    kind, _, folder = text.partition(":")
+    if kind != "run" or run.rounds:
+        return ()
+
+    trained = RunReader(Path(folder).expanduser()).run
+    tested = run.partition.owners("test").keys()
+    learned = trained.partition.owners("train").keys() & tested
+    # other folds of a folder have another checksum
+    is_same = trained.data.checksum == run.data.checksum or trained.data.folder == run.data.folder
+    if not learned or not is_same:
+        return ()
+
+    return (
+        f"the model was trained on {len(learned)} of the {len(tested)} test images: their metrics are too good",
+    )
+
+
 def largest_components(text: str) -> list[str]:
     """Return the structures of which the model of `run:DIR` or `bundle:DIR` keeps only the largest component."""
     kind, _, folder = text.partition(":")

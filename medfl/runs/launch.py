@@ -292,7 +292,7 @@ def _cost_of_cross_site(plan: Plan, with_local: bool) -> str:
             "add --with-local for what each site trains alone, or take a method with a model for each"
         )
 
-    images = sum(len(ids["test"]) for ids in plan.run.partition.sites.values())
+    images = len(plan.run.partition.owners("test"))
     return (
         f"cross-site: {models} models at {sites} sites, {models * sites} examinations at the end; each model goes "
         f"through all {images} test images, about {models} times as long as scoring one model takes"

@@ -259,7 +259,8 @@ def make_plan(
     if public:
         notes += tuple(public.notes(bundle, sections))
 
-    if site_notes := site_channels.notes(bundle, run) + unlabelled_notes(run):
+    site_notes = site_channels.notes(bundle, run) + unlabelled_notes(run)
+    if site_notes := site_notes + initial_weights.seen_notes(request.init, run):
         run = replace(run, data=replace(run.data, notes=(*run.data.notes, *site_notes)))
         notes += site_notes
 

@@ -321,8 +321,7 @@ def _ids(run: Run, run_bundle: Problem, public: Problem, section: str) -> frozen
     if run_bundle.source != public.source:
         return frozenset()
 
-    sites = run.partition.sites.values()
-    return frozenset[str]().union(*(site.get(section, ()) for site in sites))
+    return frozenset(run.partition.owners(section))
 
 
 # Any bundle
