@@ -24,6 +24,7 @@ from scipy.special import ndtri
 from medfl.core import (
     Config,
     Document,
+    Floats,
     InputError,
     Refused,
     decode_text,
@@ -31,7 +32,6 @@ from medfl.core import (
     read_bytes,
     read_plain,
 )
-from medfl.core.arrays import Floats
 
 FORM = "medfl fingerprint 1"
 OCTAVE = 8

@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.profiler import record_function
 from torch.utils.data import default_collate
 
-from medfl.core import Config, InputError, without
-from medfl.core.arrays import Floats
+from medfl.core import Config, Floats, InputError, without
 from medfl.core.seeding import generator_of
 from medfl.data.known_labels import AnnotatedClasses
 

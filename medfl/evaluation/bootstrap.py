@@ -18,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import stdtrit
 
-from medfl.core import map_values
-from medfl.core.arrays import Array, Flags, Floats, Integers
+from medfl.core import Array, Flags, Floats, Integers, map_values
 
 DRAWS = 1000
 LEVEL = 0.95

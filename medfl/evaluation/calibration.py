@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from medfl.core.arrays import Array, Floats, Integers
+from medfl.core import Array, Floats, Integers
 from medfl.evaluation.bootstrap import Draws
 
 BINS = 15

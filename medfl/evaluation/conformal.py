@@ -29,8 +29,7 @@ import torch
 from scipy.special import betaincinv, expit
 from torch import Tensor
 
-from medfl.core import RunError
-from medfl.core.arrays import Array, Floats, Integers
+from medfl.core import Array, Floats, Integers, RunError
 from medfl.core.seeding import derive
 from medfl.evaluation.metrics import Cases
 

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.stats import norm, rankdata
 
-from medfl.core import InputError
-from medfl.core.arrays import Array
+from medfl.core import Array, InputError
 from medfl.evaluation.bootstrap import LEVEL
 
 

@@ -11,8 +11,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 from scipy.stats import rankdata
 
-from medfl.core import Metrics, without
-from medfl.core.arrays import Array, Flags, Floats
+from medfl.core import Array, Flags, Floats, Metrics, without
 from medfl.evaluation import bootstrap
 from medfl.evaluation.bootstrap import Draws
 from medfl.evaluation.numbers import mean_of

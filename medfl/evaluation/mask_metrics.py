@@ -15,8 +15,17 @@ from scipy import ndimage
 from scipy.spatial import KDTree
 from torch import Tensor
 
-from medfl.core import ALL, SURFACE_METRICS, InputError, Metrics, did_you_mean, metrics, slug
-from medfl.core.arrays import Array, Integers
+from medfl.core import (
+    ALL,
+    SURFACE_METRICS,
+    Array,
+    InputError,
+    Integers,
+    Metrics,
+    did_you_mean,
+    metrics,
+    slug,
+)
 
 KINDS = ("dice", *SURFACE_METRICS)
 """The metrics that are computed per structure: `<kind>_<slug of its name>`."""

@@ -21,8 +21,10 @@ from scipy.stats import rankdata
 
 from medfl.core import (
     LOADER,
+    Array,
     Document,
     InputError,
+    Integers,
     Metrics,
     RunError,
     Tensors,
@@ -31,7 +33,6 @@ from medfl.core import (
     not_among,
     without,
 )
-from medfl.core.arrays import Array, Integers
 from medfl.evaluation import findings, numbers
 
 

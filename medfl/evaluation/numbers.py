@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from medfl.core import Metrics
-from medfl.core.arrays import Array, Floats
+from medfl.core import Array, Floats, Metrics
 from medfl.evaluation.bootstrap import Draws
 
 _ROUNDING = 1e-12

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from medfl.core.arrays import Flags, Floats, Integers
+from medfl.core import Flags, Floats, Integers
 
 _POINTS = 201  # maximum per curve, more than a chart can show
 

@@ -11,7 +11,7 @@ from PIL import Image
 from scipy import ndimage
 from torch import Tensor
 
-from medfl.core.arrays import Bytes
+from medfl.core import Bytes
 from medfl.data import Geometry
 from medfl.datasets.readers import dicom
 from medfl.datasets.readers.mask_values import picture_values, stored

@@ -14,7 +14,7 @@ import nibabel as nib
 import numpy as np
 from monai.transforms import Compose, NormalizeIntensityd, ScaleIntensityRanged
 
-from medfl.core.arrays import Array
+from medfl.core import Array
 from medfl.data import Geometry
 from medfl.evaluation.save_masks import is_picture
 

@@ -25,8 +25,17 @@ import numpy as np
 import torch
 from scipy.special import expit, ndtri
 
-from medfl.core import Document, Metrics, RunError, Tensors, Weights, listed, map_values, printable
-from medfl.core.arrays import Array
+from medfl.core import (
+    Array,
+    Document,
+    Metrics,
+    RunError,
+    Tensors,
+    Weights,
+    listed,
+    map_values,
+    printable,
+)
 from medfl.core.seeding import derive
 from medfl.evaluation import bootstrap, findings, numbers
 from medfl.evaluation.bootstrap import LEAST, Interval

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from medfl.core import listed, printable
-from medfl.core.arrays import Floats
+from medfl.core import Floats, listed, printable
 from medfl.data import NO_LABEL
 from medfl.datasets.readers.checking import targets_told
 from medfl.datasets.readers.volumes import changes_told

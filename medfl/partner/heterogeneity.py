@@ -19,6 +19,7 @@ from scipy.spatial.distance import jensenshannon
 from medfl.core import (
     Config,
     Document,
+    Floats,
     InputError,
     Refused,
     decode_text,
@@ -28,7 +29,6 @@ from medfl.core import (
     refusing,
     tables,
 )
-from medfl.core.arrays import Floats
 from medfl.data.partition.table import TITLES, shorten
 from medfl.partner.statistics import DOCUMENT_FORM
 from medfl.report import site_chart

@@ -28,8 +28,7 @@ import torch
 from torch import Tensor
 
 from medfl.bundle import case_metadata
-from medfl.core import Config, Document, InputError, printable, terminal
-from medfl.core.arrays import Floats
+from medfl.core import Config, Document, Floats, InputError, printable, terminal
 from medfl.partner.scanning import ScannedItem, scan, sections
 from medfl.policy.suppression import Entropy, add_noise, geometric, hidden_bins, suppress_counts
 from medfl.problem import Problem

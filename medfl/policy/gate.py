@@ -21,8 +21,7 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from medfl.core import Config, Document, Message, RunError, Tensors, Weights, without
-from medfl.core.arrays import Floats
+from medfl.core import Config, Document, Floats, Message, RunError, Tensors, Weights, without
 from medfl.policy.policy import Outbound
 from medfl.policy.privacy import Account, BudgetExceeded
 from medfl.policy.suppression import Entropy, uniform

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from medfl.core.arrays import Floats
+from medfl.core import Floats
 
 LEAST = 10
 """Counts below it are suppressed, unless a person at the site decides otherwise."""

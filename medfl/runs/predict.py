@@ -17,6 +17,7 @@ import torch
 from medfl.bundle import new_images
 from medfl.bundle.new_images import Images, Reference
 from medfl.core import (
+    Bytes,
     Document,
     InputError,
     MedflError,
@@ -29,7 +30,6 @@ from medfl.core import (
     terminal,
     without,
 )
-from medfl.core.arrays import Bytes
 from medfl.data import Geometry, Prepared, Shard
 from medfl.datasets import own
 from medfl.datasets.readers.reading import files_of

@@ -12,8 +12,7 @@ from typing import Self
 
 import numpy as np
 
-from medfl.core import Config, InputError, Metrics, Run
-from medfl.core.arrays import Floats
+from medfl.core import Config, Floats, InputError, Metrics, Run
 from medfl.storage.places import CALIBRATION
 from medfl.storage.run_documents import (
     MANIFEST,

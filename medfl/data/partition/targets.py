@@ -15,8 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from medfl.core import SECTIONS, InputError
-from medfl.core.arrays import Floats, Integers
+from medfl.core import SECTIONS, Floats, InputError, Integers
 from medfl.data.partition.draw import (
     Group,
     Homes,

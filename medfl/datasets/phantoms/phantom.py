@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from medfl.core import InputError
-from medfl.core.arrays import Bytes, Integers
+from medfl.core import Bytes, InputError, Integers
 from medfl.core.seeding import derive
 from medfl.datasets.base import MARKER, get
 from medfl.datasets.phantoms.scene import Array, Mask, Scene, Shape, class_scenes, photograph

@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from medfl.core import InputError
-from medfl.core.arrays import Array, Bytes, Floats
+from medfl.core import Array, Bytes, Floats, InputError
 from medfl.datasets.readers.stacks import check_unpacked
 
 Affine = Floats

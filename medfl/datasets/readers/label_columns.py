@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from medfl.core import (
+    Floats,
     InputError,
     alike,
     as_number,
@@ -22,7 +23,6 @@ from medfl.core import (
     listed,
     respelled,
 )
-from medfl.core.arrays import Floats
 from medfl.datasets.readers import cases, tables
 from medfl.datasets.readers.unlabelled import without_ending
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from medfl.core import InputError, listed
-from medfl.core.arrays import Array
+from medfl.core import Array, InputError, listed
 
 Values = Array
 """Values of pixels or voxels, or indices, of any whole or real type."""

@@ -13,8 +13,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from medfl.core import InputError, alike, composed
-from medfl.core.arrays import Bytes
+from medfl.core import Bytes, InputError, alike, composed
 from medfl.datasets.readers import matching
 from medfl.datasets.readers.mask_values import Classes, class_indices
 from medfl.datasets.readers.reading import (

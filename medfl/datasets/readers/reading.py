@@ -29,8 +29,15 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import OPEN_INFO, ImageFileDirectory_v2, TiffImageFile
 from PIL.TiffTags import TAGS_V2
 
-from medfl.core import InputError, beginning, composed, folders_below, refuse_folder, refusing
-from medfl.core.arrays import Array
+from medfl.core import (
+    Array,
+    InputError,
+    beginning,
+    composed,
+    folders_below,
+    refuse_folder,
+    refusing,
+)
 from medfl.datasets.readers import dicom, stacks
 from medfl.datasets.readers.stacks import check_unpacked
 

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from medfl.core import SECTIONS, InputError
-from medfl.core.arrays import Floats
+from medfl.core import SECTIONS, Floats, InputError
 
 LEFT_OUT = ""
 USUAL = (0.7, 0.1, 0.2)  # of the images, for train, validate and test

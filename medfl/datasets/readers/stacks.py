@@ -17,8 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from medfl.core import open_plain, read_bytes
-from medfl.core.arrays import Array
+from medfl.core import Array, open_plain, read_bytes
 from medfl.storage.pickled_arrays import STAND_INS, latin1
 
 CIFAR10 = "cifar-10-batches-py"

@@ -18,8 +18,7 @@ from monai.transforms.transform import MapTransform
 from monai.utils import ensure_tuple_rep
 from PIL import Image
 
-from medfl.core import InputError
-from medfl.core.arrays import Floats
+from medfl.core import Floats, InputError
 from medfl.datasets.readers import volumes
 from medfl.datasets.readers.mask_values import Classes, check_classes, picture_values, stored
 from medfl.datasets.readers.pairs import Shape, read_image, read_pair

@@ -23,8 +23,7 @@ import numpy as np
 if TYPE_CHECKING:
     from monai.data import MetaTensor
 
-from medfl.core import InputError, beginning, composed, refusing
-from medfl.core.arrays import Array, Floats
+from medfl.core import Array, Floats, InputError, beginning, composed, refusing
 from medfl.datasets.readers import dicom
 from medfl.datasets.readers.mask_values import Classes, class_indices
 from medfl.datasets.readers.reading import (
