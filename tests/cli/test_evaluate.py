@@ -60,6 +60,7 @@ def test_a_run_examined_where_it_trained_has_the_scores_of_its_end(
     assert examined["sites"] == expected["sites"]
     assert (out / "predictions.csv").read_text() == (trained / "predictions.csv").read_text()
     page = (out / "report.html").read_text()
+    assert "test images: their metrics are too good" not in page
     assert "Examination of a finished model" in page
     assert "trained for" not in page
 
@@ -108,6 +109,38 @@ def test_a_run_is_examined_on_its_own_images_where_no_others_are_named(
     assert evaluate(tmp_path / "a", "--sites", 2, "--out", tmp_path / "b") == 0
     expected, examined = summary_of(tmp_path / "a"), summary_of(tmp_path / "b")
     assert {**examined["last"], "round": 1} == expected["last"]
+
+
+def test_folds_test_each_image_once_and_say_which_trained_the_model(
+    trained: Path, scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "folds"
+    command = (trained, "--data", scans, "--sites", 2, "--partition", "iid", "--folds", 3)
+    assert main(["evaluate", *map(str, command), "--out", str(out)]) == 0
+    learned = RunFiles(trained).run.partition.owners("train").keys()
+    told = capsys.readouterr().err
+    tested: list[str] = []
+    for number in range(1, 4):
+        fold = RunFiles(out / f"fold-{number}")
+        assert summary_of(fold.path)["weights_sha256"] == summary_of(trained)["weights_sha256"]
+        in_fold = [*fold.run.partition.owners("test")]
+        count = len(learned & {*in_fold})
+        assert 0 < count < len(in_fold)
+        note = f"the model was trained on {count} of the {len(in_fold)} test images"
+        assert note in told
+        assert note.removeprefix("the ") in (fold.path / "report.html").read_text()
+        tested += in_fold
+
+    images = 6 * 10
+    assert len(tested) == len({*tested}) == images
+    assert summary_of(out)["cases"] == images
+
+    pooled = summary_of(out)["last"]
+    (out / "report.html").unlink()
+    (out / "fold-2" / "report.html").unlink()
+    assert evaluate(*command, "--out", out) == 0, "an ended one goes on"
+    assert summary_of(out)["last"] == pooled
+    assert evaluate(*command, "--out", out) == 2, "a whole one is no new folder"
 
 
 def test_a_used_folder_is_refused_in_words_that_help(
