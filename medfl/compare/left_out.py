@@ -237,6 +237,12 @@ def notes(rows: Sequence[LeftOut]) -> list[str]:
     if not any(row.alone for row in rows):
         sentences.append("Its own model: add the method local.")
 
+    if any(None in (row.without, row.took_part) for row in rows):
+        sentences.append(
+            "–: its test images do not define the metric, as a mean over findings none of which ten of them have and "
+            "ten lack; or a run is missing."
+        )
+
     newcomers = {row.method: row.newcomer for row in rows if row.newcomer}
     return [*sentences, *(f"Left out of {method}: {words}." for method, words in newcomers.items())]
 

@@ -138,3 +138,11 @@ def test_the_advice_on_local_is_given_where_no_hospital_has_a_model_of_its_own()
     advice = "Its own model: add the method local."
     assert advice in left_out.notes([untested])
     assert advice not in left_out.notes([untested, own])
+
+
+def test_why_a_hospital_has_no_score_is_said() -> None:
+    score = left_out.Score(0.5, None)
+    scored = left_out.LeftOut("south", "fedavg", 40, score, score, score, "")
+    unscored = left_out.LeftOut("north", "fedavg", 12, None, None, None, "")
+    assert not any(note.startswith("–: ") for note in left_out.notes([scored]))
+    assert any(note.startswith("–: ") for note in left_out.notes([scored, unscored]))
