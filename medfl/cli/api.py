@@ -31,8 +31,8 @@ from medfl.problem.parts import Parts, given
 from medfl.runs.launch import federate
 from medfl.runs.plan import Request, check_names
 from medfl.runs.result import Result
+from medfl.runtimes import Launch
 from medfl.runtimes.callbacks import Callback
-from medfl.runtimes.launch import Launch
 
 _APART = ("bundle", "method", "options", "config")
 

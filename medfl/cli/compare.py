@@ -12,7 +12,7 @@ from medfl.cli.walls import Use, hold
 from medfl.compare import papers
 from medfl.core import Document, InputError, map_values
 from medfl.core.importing import without_gc
-from medfl.runtimes.launch import Launch
+from medfl.runtimes import Launch
 
 _EXAMPLES = """\
 examples

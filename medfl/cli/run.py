@@ -15,7 +15,7 @@ from medfl.cli.parser import add_verb, show, telling
 from medfl.cli.walls import Use, hold
 from medfl.core import SETTINGS, Config, InputError, Refused, fields_of, json_values, portable
 from medfl.core.importing import without_gc
-from medfl.runtimes.launch import Launch
+from medfl.runtimes import Launch
 from medfl.storage import FOLDS, default_run_folder, read_run, record_of
 
 EXAMPLES = """\

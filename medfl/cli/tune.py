@@ -12,7 +12,7 @@ from medfl.cli.parser import add_verb, show, telling
 from medfl.cli.walls import Use, hold
 from medfl.core import tables
 from medfl.core.importing import without_gc
-from medfl.runtimes.launch import Launch
+from medfl.runtimes import Launch
 
 _EXAMPLES = """\
 examples

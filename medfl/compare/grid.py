@@ -37,7 +37,7 @@ from medfl.core import Config, Document, InputError, MedflError, not_among, term
 from medfl.report.formatting import time_left
 from medfl.runs.launch import Shared, federate
 from medfl.runs.plan import Plan, Request, device_named, make_plan
-from medfl.runtimes.launch import Launch
+from medfl.runtimes import Launch
 from medfl.storage import CROSS_SITE, GRID, read_run, read_summary, safe_file_name, write_json
 from medfl.storage.places import TRIAL
 

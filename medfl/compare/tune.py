@@ -11,7 +11,7 @@ from medfl.compare.grid import Cell, Grid, compare, run_missing
 from medfl.compare.search import BEST, Entry, trials
 from medfl.core import Document, RunError
 from medfl.evaluation import higher_is_better, told_by
-from medfl.runtimes.launch import Launch
+from medfl.runtimes import Launch
 from medfl.storage import read_run, write_json
 
 TESTED = "best"

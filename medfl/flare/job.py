@@ -19,7 +19,7 @@ from medfl.core import Document, InputError, Print, Run, RunError, pip_install, 
 from medfl.flare.files import allow_classes, participants, raise_error
 from medfl.flare.server import DONE_FILE, ERROR_FILE, FLARE_FOLDER, LINES_FILE
 from medfl.flare.wire import wire_names
-from medfl.runtimes.registry import Execution, Runtime
+from medfl.runtimes import Execution, Runtime
 from medfl.storage import read_summary
 
 MOST_SITES = 32

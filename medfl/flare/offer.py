@@ -29,9 +29,7 @@ from medfl.flare.wire import is_flare_name
 from medfl.policy.policy import PLAN
 from medfl.runs import initial_weights, text_record
 from medfl.runs.plan import Request, make_plan
-from medfl.runtimes import site_settings
-from medfl.runtimes.attendance import Tolerance
-from medfl.runtimes.unlabelled import check_unlabelled
+from medfl.runtimes import Tolerance, check_unlabelled, site_settings
 from medfl.storage import PHANTOM, new_folder, require_unused
 
 

@@ -59,10 +59,8 @@ from medfl.policy.policy import JOBS, PLAN, job_of
 from medfl.report import write_report
 from medfl.runs import text_record
 from medfl.runs.plan import repeat
-from medfl.runtimes.federation import Federation
-from medfl.runtimes.launch import Launch
+from medfl.runtimes import Execution, Federation, Launch
 from medfl.runtimes.monai_fl.guard import Activity, Guard, in_words
-from medfl.runtimes.registry import Execution
 from medfl.runtimes.simulator import Simulator
 from medfl.storage import RunFolder, write_json
 from medfl.storage.run_folder import SITES

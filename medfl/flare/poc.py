@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from medfl.core import Print, RunError
 from medfl.flare.files import allow_classes
 from medfl.flare.job import EACH_SITE_IS_A_PROCESS, execute_with, follow, require_flare
-from medfl.runtimes.registry import Runtime
+from medfl.runtimes import Runtime
 
 if TYPE_CHECKING:
     from nvflare.fuel.flare_api.flare_api import Session

@@ -14,8 +14,7 @@ from medfl.data import Prepared, Stacked
 from medfl.flare.server import Asking, FlareWorkers
 from medfl.methods.base import Method
 from medfl.problem import Problem, prepared_sections
-from medfl.runtimes.attendance import FailedReply
-from medfl.runtimes.federation import Federation
+from medfl.runtimes import FailedReply, Federation
 from medfl.storage import CALIBRATION_SUMS, RunFolder, write_json
 
 Reported = Mapping[str, float]

@@ -36,8 +36,7 @@ from medfl.evaluation import Cases, CasesByName, Masks, conformal, tally
 from medfl.flare import site_facts, wire
 from medfl.flare.wire import Payload
 from medfl.problem.tasks.regression import scale_of
-from medfl.runtimes.attendance import FailedReply
-from medfl.runtimes.federation import Federation
+from medfl.runtimes import FailedReply, Federation
 from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.step import StepResult
 from medfl.runtimes.tasks import (

@@ -33,16 +33,10 @@ from medfl.evaluation import Cases, Masks, tally
 from medfl.flare import site_facts, wire
 from medfl.flare.wire import Payload
 from medfl.policy.policy import PLAN
-from medfl.runtimes.federation import Federation
+from medfl.runtimes import Federation, site_step
 from medfl.runtimes.monai_fl.client import BASE_ROUND, LOSS, ROUND, SCORED_SECTIONS, MedflClientAlgo
 from medfl.runtimes.monai_fl.guard import in_words
-from medfl.runtimes.step import (
-    copy_site_weights,
-    score_site,
-    score_site_on_all,
-    segment_site,
-    site_step,
-)
+from medfl.runtimes.step import copy_site_weights, score_site, score_site_on_all, segment_site
 from medfl.storage import RunFolder, State
 
 _LOG = logging.getLogger(__name__)

@@ -64,9 +64,7 @@ from medfl.policy.inspection import TRAINING, inspect
 from medfl.policy.policy import JOBS, PLAN, Policy, job_of
 from medfl.problem import Problem
 from medfl.runs import text_record
-from medfl.runtimes import site_channels, site_labels, site_settings
-from medfl.runtimes.federation import Federation
-from medfl.runtimes.unlabelled import check_unlabelled
+from medfl.runtimes import Federation, check_unlabelled, site_channels, site_labels, site_settings
 
 CONFIG_FILE = "medfl.yaml"
 _MAX_BYTES = 100_000

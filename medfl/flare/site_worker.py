@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from medfl.runtimes.monai_fl.worker import begin
 
 if TYPE_CHECKING:
-    from medfl.runtimes.federation import Federation
+    from medfl.runtimes import Federation
     from medfl.storage import State
 
 

@@ -43,7 +43,7 @@ from medfl.policy.inspection import TRAINING, inspect
 from medfl.policy.policy import Policy
 from medfl.problem import Problem
 from medfl.runs.plan import device_named, versions
-from medfl.runtimes.federation import Federation
+from medfl.runtimes import Federation
 from medfl.runtimes.local.memory import step_bytes
 from medfl.storage import cache_folder
 from medfl.training.site import fit, snapshot

@@ -14,8 +14,7 @@ from medfl.core import markdown_table, markdown_text
 from medfl.evaluation import Interval, metrics
 from medfl.report import formatting
 from medfl.report.run_files import MODEL_KINDS, RunFiles
-from medfl.storage import CROSS_SITE, read_rows, write_atomic
-from medfl.storage.run_reader import Table
+from medfl.storage import CROSS_SITE, Table, read_rows, write_atomic
 
 _COLUMNS = ("model", "of", "at", "cases")
 

@@ -17,9 +17,9 @@ from medfl.report.picture import Picture, mask_pictures, model_pictures, worst_i
 from medfl.report.prediction_analysis import analyse_predictions
 from medfl.report.run_files import MODEL_KINDS, RunFiles
 from medfl.report.templating import rendered
-from medfl.storage import CONTRIBUTION, FOLDS, read_rows, write_atomic
+from medfl.storage import CONTRIBUTION, FOLDS, Table, read_rows, write_atomic
 from medfl.storage.run_documents import damaged
-from medfl.storage.run_reader import SUMMARY_KINDS, Table
+from medfl.storage.run_reader import SUMMARY_KINDS
 
 _SHOWN = (
     "promised",

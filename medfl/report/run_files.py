@@ -22,7 +22,7 @@ from medfl.evaluation import (
     metrics,
 )
 from medfl.evaluation.undefined import NAMED
-from medfl.storage.run_reader import RunReader, Table
+from medfl.storage import RunReader, Table
 
 if TYPE_CHECKING:
     from medfl.problem.tasks.kind import Kind, Redrawn, Wanted

@@ -48,6 +48,7 @@ from medfl.storage import (
     ALL_SITES,
     CALIBRATION_SUMS,
     RunFolder,
+    RunReader,
     load_weights,
     made,
     write_atomic,
@@ -56,7 +57,6 @@ from medfl.storage import (
 from medfl.storage.places import CALIBRATION
 from medfl.storage.run_documents import CoverageRow
 from medfl.storage.run_integrity import read_verified_run
-from medfl.storage.run_reader import RunReader
 from medfl.training.accelerate.precision import tf32
 
 _PROMISES = (

@@ -14,7 +14,7 @@ from medfl.report import folds as report
 from medfl.report.run_files import RunFiles
 from medfl.runs.launch import federate
 from medfl.runs.plan import Plan, Request, make_plan
-from medfl.runtimes.launch import Launch
+from medfl.runtimes import Launch
 from medfl.storage import CROSS_SITE, FOLDS, PHANTOM, default_run_folder, require_unused, write_json
 from medfl.storage.run_documents import require_plain
 

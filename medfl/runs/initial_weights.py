@@ -33,10 +33,16 @@ from medfl.core import (
     without,
 )
 from medfl.problem import Problem, described
-from medfl.storage import hashed, load_pickled, save_weights, weights_file, weights_sha256
+from medfl.storage import (
+    RunReader,
+    hashed,
+    load_pickled,
+    save_weights,
+    weights_file,
+    weights_sha256,
+)
 from medfl.storage.checkpoints import ScriptModule
 from medfl.storage.places import BACKBONES
-from medfl.storage.run_reader import RunReader
 
 FILE = "init.safetensors"
 """In a run folder."""

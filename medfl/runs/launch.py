@@ -37,15 +37,19 @@ from medfl.runs import request_checks, text_record
 from medfl.runs.pace import standstill, steps_note
 from medfl.runs.plan import Plan, Request, check_kinds, make_plan, repeat, request_of, versions
 from medfl.runs.request_checks import require_same_settings
-from medfl.runtimes import registry, site_settings
-from medfl.runtimes.attendance import Tolerance
+from medfl.runtimes import (
+    Execution,
+    Federation,
+    Launch,
+    Runtime,
+    Tolerance,
+    registry,
+    site_settings,
+)
 from medfl.runtimes.callbacks import EarlyStopping, callback_names
-from medfl.runtimes.federation import Federation
-from medfl.runtimes.launch import Launch
 from medfl.runtimes.local.memory import jobs_that_fit
 from medfl.runtimes.local.trial import try_training_step
 from medfl.runtimes.output import tracking
-from medfl.runtimes.registry import Execution, Runtime
 from medfl.runtimes.server import contribution
 from medfl.storage import (
     CROSS_SITE,

@@ -21,11 +21,11 @@ from medfl.methods.base import Method
 from medfl.problem import Problem
 from medfl.runs.plan import repeat
 from medfl.runs.teachers.trained import bundle_of_run, network_with
-from medfl.runtimes.federation import Federation, participants
+from medfl.runtimes import Federation
+from medfl.runtimes.federation import participants
 from medfl.runtimes.step import judged
-from medfl.storage import RunFolder, load_state, read_weights, weights_sha256
+from medfl.storage import RunFolder, RunReader, load_state, read_weights, weights_sha256
 from medfl.storage.places import WHICH
-from medfl.storage.run_reader import RunReader
 
 CPU = torch.device("cpu")
 

@@ -54,10 +54,9 @@ from medfl.runs import initial_weights, text_record
 from medfl.runs.pace import AUTO, fit_schedule, rounds_note
 from medfl.runs.public_data import PublicPlan, plan_public
 from medfl.runs.request_checks import check_rounds
-from medfl.runtimes import site_channels, site_labels
-from medfl.runtimes.federation import Federation
+from medfl.runtimes import Federation, check_unlabelled, site_channels, site_labels
 from medfl.runtimes.server.robust import Aggregation
-from medfl.runtimes.unlabelled import check_unlabelled, unlabelled_notes
+from medfl.runtimes.unlabelled import unlabelled_notes
 from medfl.storage import PHANTOM
 
 

@@ -22,8 +22,7 @@ from medfl.core import (
 from medfl.data.partition.draw import check_centre
 from medfl.data.partition.rules import parse
 from medfl.datasets.base import read_table
-from medfl.runtimes import registry
-from medfl.runtimes.launch import Launch
+from medfl.runtimes import Launch, registry
 from medfl.storage import (
     LOCAL_REFERENCE,
     PHANTOM,

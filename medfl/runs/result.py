@@ -36,7 +36,7 @@ from medfl.runs.predict import predict
 from medfl.runs.predictor import evaluator_of, thresholds_of
 from medfl.runs.result_tables import Record, ResultTables, parse_row, with_same_keys
 from medfl.runtimes import site_labels
-from medfl.storage.run_reader import RunReader, Table
+from medfl.storage import RunReader, Table
 from medfl.training.accelerate.precision import tf32
 
 if TYPE_CHECKING:

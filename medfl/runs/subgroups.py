@@ -28,7 +28,7 @@ from medfl.evaluation import Area, Cases, bootstrap, delong, findings, summarise
 from medfl.policy.suppression import suppress_counts
 from medfl.problem.tasks import KINDS
 from medfl.problem.tasks.kind import Kind, column_names
-from medfl.storage.run_reader import Table
+from medfl.storage import Table
 
 MIN_COUNT = 10  # cases: a number based on fewer may identify them
 _NO_GROUPS = ("id", "label", "predicted", "group")

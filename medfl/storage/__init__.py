@@ -52,5 +52,6 @@ if TYPE_CHECKING:
         read_summary as read_summary,
     )
     from medfl.storage.run_folder import RunFolder as RunFolder, safe_file_name as safe_file_name
+    from medfl.storage.run_reader import RunReader as RunReader, Table as Table
 else:
     __all__, __getattr__ = lazy_names(__name__)

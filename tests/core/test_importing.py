@@ -49,8 +49,12 @@ def test_a_run_begins_without_a_full_collection_and_without_a_language_model() -
 
 
 @pytest.mark.parametrize(
-    "room", ["medfl", "medfl.core", "medfl.runs", "medfl.runtimes", "medfl.storage"]
-)
+    "room",
+    [
+        "medfl", "medfl.core", "medfl.data", "medfl.evaluation", "medfl.problem", "medfl.runs", "medfl.runtimes",
+        "medfl.storage",
+    ],
+)  # fmt: skip
 def test_a_room_hands_out_its_public_names_when_they_are_first_used(room: str) -> None:
     module = importlib.import_module(room)
     assert module.__all__

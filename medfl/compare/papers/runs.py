@@ -54,7 +54,7 @@ from medfl.core import Config, Document, InputError, Metrics, formatted_table
 from medfl.methods import load as load_method, method_class, options_of, values_of
 from medfl.report import RunFiles
 from medfl.runs.pace import AUTO
-from medfl.runtimes.launch import Launch
+from medfl.runtimes import Launch
 from medfl.storage import write_atomic
 
 PAPER = "paper"

@@ -29,7 +29,7 @@ from medfl.problem.tasks.kind import (
     probabilities_in,
     titles_in,
 )
-from medfl.storage.run_reader import Table
+from medfl.storage import Table
 
 
 @dataclass(frozen=True)

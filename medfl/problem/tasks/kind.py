@@ -17,7 +17,7 @@ from medfl.core import Array, Config, Document, Floats, InputError, Integers, ma
 from medfl.data import Item, Shard
 from medfl.evaluation import METRICS, Cases, Draws, Evaluator, Interval, Rule, Scored, bootstrap
 from medfl.evaluation.conformal import halves
-from medfl.storage.run_reader import Table
+from medfl.storage import Table
 
 Row = Document
 Wanted = Collection[str] | None

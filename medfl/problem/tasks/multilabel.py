@@ -32,7 +32,7 @@ from medfl.problem.tasks.kind import (
     stacked,
     titles_in,
 )
-from medfl.storage.run_reader import Table
+from medfl.storage import Table
 from medfl.training.site import LOSSES_OF_FINDINGS
 
 

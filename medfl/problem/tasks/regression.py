@@ -32,7 +32,7 @@ from medfl.problem.tasks.kind import (
     stacked,
     titles_in,
 )
-from medfl.storage.run_reader import Table
+from medfl.storage import Table
 
 _LOSSES = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
 _LONGEST_UNIT = 20
