@@ -175,6 +175,9 @@ def plan_public(
     size = _size(bundle, plain, int(options["public_size"]), depth)
     if size is not None:
         config["image_size"] = size
+        # whole images are learned from, so no patch larger than those fits
+        if plain.get("patch_size") not in (None, size):
+            config["patch_size"] = None
 
     # all sites and teachers see the same images
     if section == "train" and plain.dataset:

@@ -360,3 +360,19 @@ def test_patches_of_public_images_are_no_questions_to_a_teacher_of_masks(
         match=r"section train: patches \(.*\) of images \(.*\); teachers segment whole images",
     ):
         plan.prepare()
+
+
+def test_public_volumes_are_whole_where_the_sites_are_smaller_than_a_patch(tmp_path: Path) -> None:
+    """The public bundle's own patch of 24 x 40 x 24 voxels is larger than the sites' volumes."""
+    for name in ("sites", "public"):
+        datasets.write_phantom("hippocampus", tmp_path / name, per_class=12, size=16)
+
+    command = (
+        f"run hippocampus --data {tmp_path / 'sites'} --sites 2 --rounds 1 --local-epochs 1 --jobs 1 --method fedhelp "
+        "--config image_size=[16,24,16] --config patch_size=null --set large=site-1 --set large_network=unet8 "
+        f"--set public=hippocampus:{tmp_path / 'public'} --set public_section=train --set lambda_r=0"
+    )
+    assert cli.main([*command.split(), "--out", str(tmp_path / "run")]) == 0
+    record = json.loads((tmp_path / "run" / "run.json").read_text())["public"]
+    assert record["config"]["image_size"] == [16, 24, 16]
+    assert record["config"]["patch_size"] is None
