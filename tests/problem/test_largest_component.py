@@ -143,7 +143,7 @@ def test_a_sites_own_model_is_judged_alike_at_all_sites(tmp_path: Path) -> None:
     where = ["--images", str(data / "images"), "--masks", str(data / "masks"), "--size", "32"]
     assert cli.main(["new", str(folder), *where]) == 0
     with (folder / "configs/federated.yaml").open("a") as protocol:
-        protocol.write("scores: medfl\nlargest_component: true\n")
+        protocol.write("largest_component: true\n")
 
     training = ["--sites", "2", "--rounds", "1", "--local-epochs", "3", "--batch-size", "2"]
     command = ["run", str(folder), "--method", "local", "--data", str(data), *training]
