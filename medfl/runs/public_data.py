@@ -176,7 +176,7 @@ def plan_public(
     if size is not None:
         config["image_size"] = size
         # whole images are learned from, so no patch larger than those fits
-        if plain.get("patch_size") not in (None, size):
+        if "patch_size" in plain and plain.get("patch_size") not in (None, size):
             config["patch_size"] = None
 
     # all sites and teachers see the same images
