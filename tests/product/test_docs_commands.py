@@ -334,6 +334,9 @@ def test_the_results_commands_run_on_phantoms(
         "ham10000", elsewhere / "data" / "ham-cut" / "public", per_class=20, size=16
     )
     datasets.write_phantom("pneumonia", elsewhere / "data" / "pneumonia", per_class=20, size=16)
+    datasets.write_phantom(
+        "hippocampus", elsewhere / "data" / "hippo-cut" / "public", per_class=12, size=16
+    )
     draw_cells(elsewhere / "data" / "wbc")
     draw_chests(elsewhere / "data" / "nih_cxr64")
     heads = elsewhere / "data" / "hc18"
