@@ -10,7 +10,8 @@ from monai.metrics import DiceMetric
 
 from medfl.bundle.configuration import Configuration, target_name
 from medfl.core import Config, InputError
-from medfl.evaluation import KINDS, METRICS, higher_is_better
+from medfl.evaluation import METRICS, higher_is_better
+from medfl.evaluation.mask_metrics import KINDS
 
 _TRAINERS = ("train#trainer", "trainer")
 _EVALUATORS = ("validate#evaluator", "evaluator", "val#evaluator", "validator")

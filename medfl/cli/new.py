@@ -160,7 +160,7 @@ def _new(args: Namespace) -> int:
 def _planned(survey: Survey) -> Survey:
     """Return the survey with a plan from its training cases; nothing leaves, so nothing is suppressed."""
     from medfl.cli.site import of_survey
-    from medfl.problem import gather
+    from medfl.problem.fingerprint import gather
     from medfl.starter import starter
     from medfl.starter.plan import plan
 

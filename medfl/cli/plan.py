@@ -99,7 +99,7 @@ def _shown(value: object) -> str:
 
 
 def _written(files: list[Path]) -> dict[str, Fingerprint]:
-    from medfl.data import read
+    from medfl.data.fingerprint import read
 
     sites = {path.stem: read(path) for path in files}
     if len(sites) < len(files):
@@ -114,7 +114,7 @@ def _written(files: list[Path]) -> dict[str, Fingerprint]:
 
 def _divided(args: Namespace) -> dict[str, Fingerprint]:
     """Return the fingerprints of sites that share a folder's cases in turn; nothing leaves, so none is suppressed."""
-    from medfl.problem import gather
+    from medfl.problem.fingerprint import gather
 
     progress = sys.stderr.isatty()
     empty, cases = of_folder(args, progress)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from medfl.core.importing import lazy_names
 
 if TYPE_CHECKING:
-    from medfl.data.fingerprint import Fingerprint as Fingerprint, Tally as Tally, read as read
+    from medfl.data.fingerprint import Fingerprint as Fingerprint, Tally as Tally
     from medfl.data.known_labels import AnnotatedClasses as AnnotatedClasses
     from medfl.data.on_device import free_gpu_memory as free_gpu_memory
     from medfl.data.prepare import DiskCache as DiskCache, budget as budget, free_ram as free_ram

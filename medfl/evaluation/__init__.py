@@ -23,7 +23,6 @@ if TYPE_CHECKING:
         VectorEvaluator as VectorEvaluator,
     )
     from medfl.evaluation.mask_metrics import (
-        KINDS as KINDS,
         surface_metrics_of as surface_metrics_of,
     )
     from medfl.evaluation.metrics import (

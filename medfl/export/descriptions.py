@@ -37,7 +37,7 @@ from medfl.core import (
     visible,
     without,
 )
-from medfl.evaluation import KINDS
+from medfl.evaluation.mask_metrics import KINDS
 from medfl.export.configs import TORCHSCRIPT, templates
 from medfl.export.formats import Agreement, ShapeRecorder, format_difference
 from medfl.runs.networks_of_run import Model, RunNetworks

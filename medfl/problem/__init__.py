@@ -12,7 +12,6 @@ if TYPE_CHECKING:
         mask_values as mask_values,
         tensor_described as tensor_described,
     )
-    from medfl.problem.fingerprint import gather as gather
     from medfl.problem.parts import is_parts as is_parts
     from medfl.problem.problem import Problem as Problem, prepared_sections as prepared_sections
     from medfl.problem.prompts import Text as Text

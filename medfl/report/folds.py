@@ -45,6 +45,7 @@ NOTE = (
     "pooled: each case once, by the model of the fold that tests it; sd: between folds, whose training images overlap, "
     "so it says little of how another cohort would score"
 )
+EXAMINED = "pooled: each case once, all by one finished model; sd: between parts of the images"
 _COLUMNS = 6  # metrics that fit side by side
 
 
@@ -207,7 +208,8 @@ class Folds:
     def notes(self) -> tuple[str, ...]:
         """The basis of the results, undefined metrics, and different numbers of rounds between folds."""
         undefined = ((f"fold-{number}", run.undefined) for number, run in self.runs.items())
-        notes = (NOTE, *told_by(undefined))
+        is_trained = self.first.record["rounds"]
+        notes = (NOTE if is_trained else EXAMINED, *told_by(undefined))
         averaged = self.first.kind.averaged
         pooled = averaged(self.cases)
         in_all = {*pooled}

@@ -12,7 +12,6 @@ import numpy as np
 
 from medfl.core import Integers, listed, slug, within
 from medfl.evaluation import (
-    KINDS as OF_STRUCTURES,
     METRICS,
     OVER_CLASSES,
     Cases,
@@ -21,6 +20,7 @@ from medfl.evaluation import (
     higher_is_better,
     metrics,
 )
+from medfl.evaluation.mask_metrics import KINDS as OF_STRUCTURES
 from medfl.evaluation.undefined import NAMED
 from medfl.storage import RunReader, Table
 

@@ -176,8 +176,7 @@ class Result(ResultTables):
         Raises:
             InputError: the run has not got that far.
         """
-        rows = dict(self._prediction_table.rows).values()  # by their line numbers
-        return list(map(parse_row, rows))
+        return [parse_row(row) for _, row in self._prediction_table.rows]
 
     @property
     def labels(self) -> Integers:

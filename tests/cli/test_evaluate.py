@@ -118,7 +118,13 @@ def test_folds_test_each_image_once_and_say_which_trained_the_model(
     command = (trained, "--data", scans, "--sites", 2, "--partition", "iid", "--folds", 3)
     assert main(["evaluate", *map(str, command), "--out", str(out)]) == 0
     learned = RunFiles(trained).run.partition.owners("train").keys()
-    told = capsys.readouterr().err
+    shown, told = capsys.readouterr()
+    for text in (shown, (out / "report.html").read_text()):
+        words = " ".join(text.split())
+        assert "by one finished model" in words
+        assert "trained without it" not in words
+        assert "by the model of the fold" not in words
+
     tested: list[str] = []
     for number in range(1, 4):
         fold = RunFiles(out / f"fold-{number}")

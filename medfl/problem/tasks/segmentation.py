@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from medfl.core import slug
-from medfl.evaluation import KINDS, Cases, MaskEvaluator, Scored, bins_of
+from medfl.evaluation import Cases, MaskEvaluator, Scored, bins_of
 from medfl.evaluation.conformal import EDGES
-from medfl.evaluation.mask_metrics import by_structure
+from medfl.evaluation.mask_metrics import KINDS, by_structure
 from medfl.evaluation.metrics import LARGEST
 from medfl.problem.described import LARGEST_COMPONENT
 from medfl.problem.tasks.kind import Examined, Kind, no_sets

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from medfl.core import Document, MedflError, Message, Print, RunError, error_id
-from medfl.data import Fingerprint, read
+from medfl.data.fingerprint import Fingerprint, read
 from medfl.evaluation import Cases, summarise
 from medfl.policy.audit import Audit, describe_document, describe_message, numbers
 from medfl.policy.gate import Gate

@@ -36,7 +36,7 @@ from medfl.core import (
     without_round_limit,
 )
 from medfl.core.compression import Compression
-from medfl.data import Fingerprint, read
+from medfl.data.fingerprint import Fingerprint, read
 from medfl.evaluation import Cases, CasesByName
 from medfl.runtimes.message_rules import MessageRules
 from medfl.runtimes.monai_fl.data_stats import Bins
