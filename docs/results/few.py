@@ -1,6 +1,7 @@
 """Folders for the runs of docs/results.md: few images a class, or a part of them cut off as public images.
 
     python docs/results/few.py HAM10000 OUT --most 150           at most so many images of each class
+    python docs/results/few.py HAM10000 OUT --most 300 --without vienna_dias    without the images of one centre
     python docs/results/few.py MEDNIST OUT --every 2             OUT/public: every second image, OUT/private: the rest
     python docs/results/few.py HAM10000 OUT --most 500 --every 4    both: every fourth lesion is public
     python docs/results/few.py HIPPOCAMPUS OUT --every 4         every fourth volume with its mask is public
@@ -84,6 +85,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--most", type=int, help="images of a class")
     parser.add_argument("--every", type=int, help="one image or lesion of so many is public")
+    parser.add_argument("--without", help="a centre of HAM10000 that is left out")
     options = parser.parse_args()
     if not options.most and not options.every:
         parser.error("give --most, --every or both")
@@ -96,7 +98,9 @@ def main() -> None:
         cut(archive, options.every, options.out)
         return
     with table.open(newline="") as file:
-        rows: list[Mapping[str, str]] = list(csv.DictReader(file))
+        rows: list[Mapping[str, str]] = [
+            row for row in csv.DictReader(file) if row["centre"] != options.without
+        ]
     rows = few(rows, options.most) if options.most else rows
     if not options.every:
         write(options.folder, rows, options.out)

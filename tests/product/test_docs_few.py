@@ -27,11 +27,18 @@ def test_lesions_stay_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     source = tmp_path / "ham10000"
     source.mkdir()
     (source / "images_a.zip").write_bytes(b"")
-    rows = [f"i{n},l{n // 3},{'mel' if n < 40 else 'nv'}" for n in range(90)]
-    (source / "labels.csv").write_text("\n".join(["image_id,lesion_id,dx", *rows]) + "\n")
+    rows = [
+        f"i{n},l{n // 3},{'mel' if n < 40 else 'nv'},{'far' if n > 80 else 'near'}"
+        for n in range(90)
+    ]
+    (source / "labels.csv").write_text("\n".join(["image_id,lesion_id,dx,centre", *rows]) + "\n")
     few(monkeypatch, source, tmp_path / "some", "--most", "30")
     assert Counter(row["dx"] for row in table(tmp_path / "some")) == {"mel": 30, "nv": 30}
     assert (tmp_path / "some" / "images_a.zip").resolve() == (source / "images_a.zip").resolve()
+    few(monkeypatch, source, tmp_path / "near", "--most", "90", "--without", "far")
+    assert {row["centre"] for row in table(tmp_path / "near")} == {"near"}
+    assert len(table(tmp_path / "near")) == 81
+
     few(monkeypatch, source, tmp_path / "cut", "--most", "30", "--every", "3")
     public, private = (table(tmp_path / "cut" / name) for name in ("public", "private"))
     assert {row["lesion_id"] for row in public} & {row["lesion_id"] for row in private} == set()
