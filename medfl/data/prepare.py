@@ -44,7 +44,7 @@ from medfl.storage import writing
 from medfl.storage.shared_memory import dump_shared, load_shared
 
 PrepareBatch = Callable[..., Any]
-"""(batch, device, non_blocking) -> inputs and targets, as of MONAI\'s trainers."""
+"""(batch, device, non_blocking) -> inputs and targets, as of MONAI's trainers."""
 _PARALLEL_FROM = 512  # number of items from which starting worker processes pays off
 _CHUNK = 64  # items given to a worker at a time
 

@@ -88,7 +88,7 @@ class FedNH(Method):
     def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
         """Average body and s, move the prototypes."""
         old = server["weights"]
-        network = host.model(server["weights"])
+        network = host.model(old)
         mean = weighted_mean(replies, "weights", uniform_shares(replies))
         name = f"{head_name(network)}.weight"
         weights = step_towards(old, mean, self.server_lr, dict(network.named_parameters()))

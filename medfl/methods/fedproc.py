@@ -52,11 +52,11 @@ class FedProc(Method):
         """Start from the initial weights, without prototypes: their counts are 0."""
         # the head's weight (K, d) has the form of the prototypes; counts of 0 mean that there are none yet
         means = torch.zeros_like(next(head(host.model(weights)).parameters()).detach())
-        prototypes = {
-            "means": means,
-            "counts": torch.zeros(len(means), dtype=torch.int64, device=host.device),
+        counts = torch.zeros(len(means), dtype=torch.int64, device=host.device)
+        return {
+            **super().init_server(host, weights, introductions),
+            "prototypes": {"means": means, "counts": counts},
         }
-        return {**super().init_server(host, weights, introductions), "prototypes": prototypes}
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
         """Train; also reply with the class means of the trained model's features."""
@@ -66,8 +66,7 @@ class FedProc(Method):
         if self.average == "uniform":
             counts = counts.clamp(max=1)  # the server only needs to know who owns a class
 
-        prototypes = {"means": means, "counts": counts}
-        return state, site.reply(snapshot(model), prototypes=prototypes)
+        return state, site.reply(snapshot(model), prototypes={"means": means, "counts": counts})
 
     def train(self, model: nn.Module, site: Site, state: State, down: Message) -> FitReport:
         """Train with alpha_t times the prototype loss and 1 - alpha_t times the site's own."""
@@ -93,10 +92,9 @@ class FedProc(Method):
         old = server["prototypes"]
         means, counts = pooled_means(sent(replies, "prototypes"))
         # A class whose owners are all absent keeps its prototype.
-        newest_counts = torch.where(counts > 0, counts, old["counts"])
         fresh = {
             "means": torch.where(counts[:, None] > 0, means, old["means"]),
-            "counts": newest_counts,
+            "counts": torch.where(counts > 0, counts, old["counts"]),
         }
         return {**super().aggregate(host, server, replies, num_sites), "prototypes": fresh}
 

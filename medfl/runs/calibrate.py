@@ -329,7 +329,8 @@ class Calibration:
                 raise InputError(
                     f"{ways[options.share].sum():.4g} calibration cases, {options.share}, at {where}",
                     f"coverage {options.coverage:g} takes at least {conformal.needed(options.coverage)}",
-                    "lower --coverage or --min-count, give more validation images, or --share pooled",
+                    "lower --coverage or --min-count, or give more validation images"
+                    + ", or --share pooled" * (options.share != "pooled"),
                 )
 
     def rows(self) -> list[CoverageRow]:

@@ -139,9 +139,10 @@ def by_size(count: int, data: Sections) -> Homes:
     order = sorted(
         gathered(data["train"], by_label=False), key=lambda g: (_pixels(data["train"], g), g.key)
     )
-    ends = np.cumsum([len(group.members) for group in order])
+    counts = np.array([len(group.members) for group in order])
+    ends = np.cumsum(counts)
     # A group belongs to the part that contains its middle image.
-    middle = ends - np.array([len(group.members) for group in order]) / 2
+    middle = ends - counts / 2
     parts = np.minimum((middle * count / ends[-1]).astype(int), count - 1)
     placed = {group.key: int(part) for group, part in zip(order, parts, strict=True)}
     sizes = [_pixels(data["train"], group) for group in order]
