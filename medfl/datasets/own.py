@@ -57,7 +57,7 @@ from medfl.datasets.readers.splitting import (
     published,
     stratified,
 )
-from medfl.datasets.readers.volumes import bare, is_volume, volume_files, volume_paths
+from medfl.datasets.readers.volumes import SUFFIXES, bare, is_volume, volume_files, volume_paths
 
 UNLABELLED = "unlabelled"
 """Folder beside the class folders, with images of unknown class."""
@@ -300,9 +300,12 @@ def with_masks(root: Path, images: str, masks: str, *, lacking: bool = False) ->
         records = _of_subjects(records)
         bare = tuple(_of_subjects(bare))
 
-    names = [path_in(image_folder, record) for record in records]
     return OwnImages(
-        records, names, cases.read(root, records, bare), tuple(table.notes), unlabelled=bare
+        records,
+        [path_in(image_folder, record) for record in records],
+        cases.read(root, records, bare),
+        tuple(table.notes),
+        unlabelled=bare,
     )
 
 
@@ -454,25 +457,27 @@ def _pairs(images: Path, masks: Path, lacking: bool) -> tables.Table:
             )
 
     image_paths, mask_paths = paths(images, masks, lacking)
-    table = pairs.paired(*matching.match(image_paths, mask_paths))
-    if table.problems or not table.records:
-        problem = (
-            tables.several(table.problems, "masks") or f"no image in {images} has a mask in {masks}"
-        )
-        if ending := conventions.file_ending(images):
-            problem += f", of files that end in {ending} as {conventions.NNUNET_FILE} has it"
-        advice = f"name each mask as its image, and move other files away{_ALONE}"
-        images_end = [matching.MASK_END.search(name) for name, _ in image_paths]
-        masks_end = [matching.MASK_END.search(name) for name, _ in mask_paths]
-        bare_names = set()
-        for name, _ in mask_paths:
-            bare_names.add(name.rpartition("_")[0])
+    stated = ""
+    if ending := conventions.file_ending(images):
+        stated = f", not in {ending} as {conventions.NNUNET_FILE} has it"
 
-        if not mask_paths:
-            advice = f"masks are pictures, volumes, or folders of a DICOM series each{_ALONE}"
-        elif bare_names <= dict(image_paths).keys():
+    for folder, files in ((images, image_paths), (masks, mask_paths)):
+        if not files:
+            raise InputError(
+                f"{folder} has no image: {endings_in(folder)}{stated}",
+                f"files that end in {', '.join(tables.IMAGE_SUFFIXES + SUFFIXES)}, or folders of a DICOM series each",
+                f"convert them{_ALONE}",
+            )
+
+    table = pairs.paired(*matching.match(image_paths, mask_paths))
+    if table.problems:
+        problem = tables.several(table.problems, "masks")
+        advice = f"name each mask as its image, and move other files away{_ALONE}"
+        ends_so = matching.MASK_END.search
+        image_names = dict(image_paths)
+        if all(name.rpartition("_")[0] in image_names for name, _ in mask_paths):
             advice = matching.MERGE
-        if image_paths and all(images_end) and not any(masks_end):
+        if all(map(ends_so, image_names)) and not any(map(ends_so, dict(mask_paths))):
             advice = f"the masks seem to be in {images}: swap the two folders"
 
         raise InputError(
@@ -685,19 +690,13 @@ def refuse_other_folders(folder: Path, names: Iterable[str]) -> None:
 def refuse_masks_among(folders: Iterable[Path]) -> None:
     """Raise an InputError if a class folder holds a picture and its mask: the mask would count as a picture."""
     for folder in folders:
-        pictures = {}
-        for path, _ in tables.image_files(folder):
-            pictures[path.rpartition(".")[0]] = path
-
-        for stem, path in pictures.items():
-            if stem.lower().endswith("_mask") and (
-                picture := pictures.get(matching.MASK_END.sub("", stem))
-            ):
-                raise InputError(
-                    f"class folder {folder} holds {picture} and its mask {path}",
-                    "pictures only, or images and their masks in two folders",
-                    "move the masks elsewhere; with masks instead of classes give --images DIR --masks DIR",
-                )
+        _, masks = conventions.apart(pairs.picture_paths(folder))
+        if masks:
+            raise InputError(
+                f"class folder {folder} holds pictures and their masks, as {masks[0][1]}",
+                "pictures only, or images and their masks in two folders",
+                "move the masks elsewhere; with masks instead of classes give --images DIR --masks DIR",
+            )
 
 
 def left_out(
@@ -733,6 +732,12 @@ def left_out(
     return tuple(lines)
 
 
+def endings_in(folder: Path) -> str:
+    """Return in words how the files of a folder end."""
+    endings = {path.suffix or "no dot" for path in shown_files(folder)} or {"nothing"}
+    return f"its files end in {tables.several(sorted(endings), 'endings')}"
+
+
 def odd(folder: Path) -> tuple[str, ...]:
     """Return a line about entries of a folder that no reader accepts, if any: pipes, and names that are not text."""
     paths = []
@@ -754,10 +759,7 @@ def of_pairs(
     images: Path, masks: Path, records: Sequence[Record], endings: Collection[str]
 ) -> tuple[str, ...]:
     """Return lines about files of two folders, or of one, that form no pair."""
-    shown = []
-    for record in records:
-        shown += record.image.split(JOINED)
-
+    shown = files_of(record.image for record in records)
     if images.is_file():  # which lists both
         images = masks = images.parent
     # a folder within the other: what is left out is told once

@@ -11,7 +11,7 @@ import math
 import operator
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -183,8 +183,7 @@ def _together(root: Path) -> str:
     if not masks or 2 * len(masks) < len(images):
         return ""
 
-    matches = (matching.MASK_END.search(path) for path, _ in masks)
-    endings = sorted({match[0] for match in matches if match})
+    endings = sorted({end for path, _ in masks for end in matching.MASK_END.findall(path)})
     return f"images and masks in one folder: files that end in {', '.join(endings)} are masks"
 
 
@@ -302,9 +301,8 @@ def write(
             "leave it out",
         )
 
-    places = [content.images, content.masks, content.labels, content.label_column]
-    places += content.columns.values()
-    for text in (*content.classes, *places, content.group_by or ""):
+    places = (content.images, content.masks, content.labels, content.label_column)
+    for text in (*content.classes, *places, *content.columns.values(), content.group_by or ""):
         if text[:1] in ("$", "@", "%") or not is_text(text):
             raise InputError(
                 f"{text!r}",
@@ -387,7 +385,7 @@ def _labelled(layout: UserLayout, group_by: str | None, wanted: Wanted, progress
 
     # folders of classes hold pictures
     as_volumes = bool(layout.labels) and not tables.image_files(own.path_below(root, layout.images))
-    facts = [facts for _, facts in _read_all(index.records, as_volumes, progress)]
+    facts = _read_all(index.records, as_volumes, progress)
     counts = _counts(index.records, len(index.classes), task)
     divided = own.sections_of(root, index, group_by)
     in_test = [record for record, section in divided if section == "test"]
@@ -486,7 +484,7 @@ def _class_folders(root: Path) -> own.OwnImages:
 
     if len(classes) < _LEAST:
         raise InputError(
-            f"{root} has {len(classes)} folders with pictures",
+            f"{root} has {len(classes)} folders with pictures, {own.endings_in(root)}",
             f"a folder for each class, at least {_LEAST}, with pictures ({', '.join(tables.IMAGE_SUFFIXES)})",
             "sort the pictures into folders, or name their classes in a table with --labels FILE; with masks add "
             "--masks DIR",
@@ -549,8 +547,8 @@ def _segmented(
 
     # swapped folders fail as bad masks do: the error tells which it was
     try:
-        pairs_read = _read_all(records, as_volumes, progress)
-        present = stored = [values for values, _ in pairs_read]
+        facts = _read_all(records, as_volumes, progress)
+        present = stored = [picture.values for picture in facts]
         name_count = max(len(structures), len(layout.classes) - 1)
         # with names for several structures, 255 is one of their values
         if name_count < 2:
@@ -577,8 +575,7 @@ def _segmented(
     divided = own.sections_of(layout.folder, dataset, group_by)
     names = _names_of_values(layout, structures, values)
     counts = tuple(sum(value in values for values in present) for value in names)
-    absent = [str(value) for value, count in zip(names, counts, strict=True) if not count]
-    facts = [picture for _, picture in pairs_read]
+    absent = [str(value) for value in names if value not in values]
     notes = (
         *own.of_pairs(images, masks, records, endings),
         *own.odd(layout.folder),
@@ -587,6 +584,12 @@ def _segmented(
     if {1, 255} <= set[int]().union(*stored) and 255 not in values:
         count = sum(255 in values for values in stored)
         notes += (f"the value 255 is read as 1, which others have, in {count} masks",)
+    # inverted, perhaps; several structures, as of a whole brain, often fill an image
+    filled = sum(picture.filled > 0.5 for picture in facts)
+    if filled and len(names) < 3:
+        notes += (
+            f"in {filled} of {len(facts)} masks structures fill more than half: is 0 the background there?",
+        )
     if absent:
         notes += (f"no mask has the values {', '.join(absent)}",)
 
@@ -628,8 +631,13 @@ def _segmented(
         )
 
     fields["notes"] = notes + depth_notes(facts)
-    kind = "volumes" if as_volumes else "pictures"
-    return Survey(kind, str(layout.folder), tuple(names.values()), counts, **fields)
+    return Survey(
+        "volumes" if as_volumes else "pictures",
+        str(layout.folder),
+        tuple(names.values()),
+        counts,
+        **fields,
+    )
 
 
 def otherwise_normalised(channels: Sequence[str]) -> str:
@@ -676,7 +684,7 @@ def _names_of_values(
     return {0: "background", **dict(zip(shown, names, strict=True))}
 
 
-def _white_as_one(present: list[set[int]], as_volumes: bool) -> list[set[int]]:
+def _white_as_one(present: list[Set[int]], as_volumes: bool) -> list[Set[int]]:
     """Replace 255 by 1 in masks with only 0 and 255, or 0 and 1; for volumes some must have the latter."""
     white = [values <= {0, 255} for values in present]
     binary = [values <= {0, 1} for values in present]
@@ -686,7 +694,7 @@ def _white_as_one(present: list[set[int]], as_volumes: bool) -> list[set[int]]:
     return present
 
 
-def _refuse_ignored(layout: UserLayout, present: Sequence[set[int]]) -> None:
+def _refuse_ignored(layout: UserLayout, present: Sequence[Set[int]]) -> None:
     """Raise an InputError if masks have unlabelled pixels: they would become a class, or background."""
     if count := sum(layout.ignored in values for values in present):
         raise InputError(
@@ -697,9 +705,7 @@ def _refuse_ignored(layout: UserLayout, present: Sequence[set[int]]) -> None:
         )
 
 
-def _read_all(
-    records: Sequence[Record], as_volumes: bool, progress: bool
-) -> list[tuple[set[int], PictureFacts]]:
+def _read_all(records: Sequence[Record], as_volumes: bool, progress: bool) -> list[PictureFacts]:
     """Read all images; unreadable ones are reported together."""
     results, errors = read_all(records, partial(_read, as_volumes), progress)
     if len(errors) > 1:
@@ -752,9 +758,15 @@ def _swapped(record: Record, as_volumes: bool) -> bool:
         return False
 
 
-def _read(as_volumes: bool, record: Record) -> tuple[set[int], PictureFacts]:
-    """Return the values of the mask, if there is one, and facts about the image."""
+def _read(as_volumes: bool, record: Record) -> PictureFacts:
+    """Return facts about an image, and about its mask if there is one."""
     case = read_case(record, as_volumes, ANY)
     facts = PictureFacts.of(np.asarray(case[0]))
-    values = {*np.unique(np.asarray(case[1])).tolist()} if record.mask else set[int]()
-    return values, facts._replace(changes=volumes.changes_of(case))
+    facts = facts._replace(changes=volumes.changes_of(case))
+    if not record.mask:
+        return facts
+
+    mask = np.asarray(case[1])
+    return facts._replace(
+        values=frozenset(np.unique(mask).tolist()), filled=np.count_nonzero(mask) / mask.size
+    )

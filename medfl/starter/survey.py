@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -233,13 +233,18 @@ def metadata_of(name: str, survey: Survey, side: int, kind: str) -> Document:
 
 
 class PictureFacts(NamedTuple):
-    """Shape, type and largest value of a picture or volume, a hash of its pixels, and changes made by reading."""
+    """Shape, type and largest value of a picture or volume, a hash of its pixels, and changes made by reading.
+
+    Of its mask `values` are the values, `filled` is the share that is not background.
+    """
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     largest: float
     digest: bytes = b""
     changes: str = ""
+    values: Set[int] = frozenset()
+    filled: float = 0.0
 
     @classmethod
     def of(cls, pixels: Pixels) -> PictureFacts:

@@ -192,7 +192,9 @@ def test_why_masks_have_no_image_is_said(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"c0\.png has no image .* in the same capitals;"):
         own.with_masks(tmp_path, "images", "masks")
     for masks in ("by ending", "by folder"):
-        with pytest.raises(InputError, match=r"merged into one with the values 1, 2, …"):
+        with pytest.raises(
+            InputError, match=r"merge the masks of an image into one, with the values 1, 2, …"
+        ):
             own.with_masks(tmp_path, "images", masks)
 
 

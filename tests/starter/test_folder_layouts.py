@@ -515,7 +515,9 @@ def test_cases_that_nnunet_misses_are_said(stated: int, tmp_path: Path) -> None:
 
 def test_an_ending_that_no_file_has_is_told(tmp_path: Path) -> None:
     nnunet(tmp_path, labels={"background": 0, "a": 1, "b": 2}, file_ending=".nrrd")
-    with pytest.raises(InputError, match=r"of files that end in \.nrrd as dataset\.json has it"):
+    with pytest.raises(
+        InputError, match=r"files end in \.gz, not in \.nrrd as dataset\.json has it"
+    ):
         starter.survey(tmp_path)
 
 

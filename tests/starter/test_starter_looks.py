@@ -224,13 +224,67 @@ def test_folders_that_are_no_classes_are_refused(
         starter.survey(classes(tmp_path, *names))
 
 
-def test_masks_among_labelled_pictures_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["03_mask", "03_Mask_1", "03_seg2", "03.label"])
+def test_masks_among_labelled_pictures_are_refused(name: str, tmp_path: Path) -> None:
     classes(tmp_path, "benign", "control")
-    picture(tmp_path / "benign" / "03_mask.png")
+    picture(tmp_path / "benign" / f"{name}.png")
     with pytest.raises(
-        InputError, match=r"class folder \S+/benign holds 03\.png and its mask 03_mask\.png"
+        InputError, match=rf"class folder \S+/benign holds pictures and their masks, as \S+{name}"
     ):
         starter.survey(tmp_path)
+
+
+@pytest.mark.parametrize("second", ["_mask_1", "_mask2", "_seg-3"])
+def test_a_second_mask_beside_an_image_is_refused_not_left_out(second: str, tmp_path: Path) -> None:
+    """A picture with two lesions and a mask of each, as ultrasound of breasts is published: one would be background."""
+    pairs(tmp_path)
+    for path in (tmp_path / "masks").iterdir():
+        path.rename(tmp_path / "images" / f"{path.stem}_mask.png")
+
+    assert starter.survey(tmp_path / "images").counts == (12, 12)
+    picture(tmp_path / "images" / f"c03{second}.png")
+    with pytest.raises(
+        InputError, match=r"masks \S+c03\S+ and \S+c03\S+ are both the mask of \S+ \S+c03\.png"
+    ):
+        starter.survey(tmp_path / "images")
+
+
+def test_a_numbered_mask_is_that_of_its_image(tmp_path: Path) -> None:
+    pairs(tmp_path)
+    for path in (tmp_path / "masks").iterdir():
+        path.rename(tmp_path / "masks" / f"{path.stem}_mask_1.png")
+
+    assert starter.survey(tmp_path / "images", tmp_path / "masks").counts == (12, 12)
+
+
+def test_masks_that_are_mostly_structure_are_told(tmp_path: Path) -> None:
+    """As inverted ones are, of all hospitals or of one."""
+    pairs(tmp_path, 255)
+    told = starter.survey(tmp_path / "images", tmp_path / "masks").notes
+    assert not any("more than half" in note for note in told)
+    for path in sorted((tmp_path / "masks").iterdir())[:3]:
+        Image.fromarray(255 - np.asarray(Image.open(path))).save(path)
+
+    told = starter.survey(tmp_path / "images", tmp_path / "masks").notes
+    assert "in 3 of 12 masks structures fill more than half: is 0 the background there?" in told
+
+
+@pytest.mark.parametrize("ending", [".webp", ".img", ".npy", ""])
+def test_files_of_a_kind_that_is_not_read_are_told(ending: str, tmp_path: Path) -> None:
+    for place in ("classes/ill", "images", "masks"):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / f"a{ending}").write_bytes(b"RIFF")
+
+    told = f"its files end in {ending or 'no dot'}"
+    with pytest.raises(InputError, match=f"0 folders with pictures, {told};"):
+        starter.survey(tmp_path / "classes")
+
+    with pytest.raises(InputError, match=f"images has no image: {told};"):
+        starter.survey(tmp_path / "images", tmp_path / "masks")
+
+    picture(tmp_path / "images" / "a.png")
+    with pytest.raises(InputError, match=f"masks has no image: {told};"):
+        starter.survey(tmp_path / "images", tmp_path / "masks")
 
 
 def test_swapped_folders_and_masks_without_classes_are_told(tmp_path: Path) -> None:

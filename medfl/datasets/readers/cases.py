@@ -63,10 +63,8 @@ def notes(rows: Rows) -> list[str]:
     """Return lines on patients whose names a program changed: numbers without zeros, words in empty cells."""
     lines = []
     for column in ("patient", "centre"):
-        for names in _spellings(rows, column):
-            lines.append(
-                f"one {column}, written in several ways: {' and '.join(map(ascii, names))}"
-            )
+        if ways := [" and ".join(map(ascii, names)) for names in _spellings(rows, column)]:
+            lines.append(f"one {column}, written in several ways: {tables.several(ways, 'such')}")
 
     for name, count in Counter(row.get("patient") or "" for row in rows.values()).items():
         if name.lower() in NOTHING:
@@ -87,12 +85,12 @@ def _one_spelling(rows: Rows, column: str) -> dict[str, str]:
 
 
 def _spellings(rows: Rows, column: str) -> list[list[str]]:
-    """Return the names that a column writes in several ways, such as `007`, `7`, `7.0`, ` 007` and look-alikes."""
+    """Return the names that a column writes in several ways, such as `007`, `7`, `7.0`, `p1`, `P1` and look-alikes."""
     names = defaultdict(set)
     for row in rows.values():
         name = row.get(column) or ""
         plain = alike(name).strip()
-        names[as_number(plain) or plain].add(name)
+        names[as_number(plain) or plain.casefold()].add(name)
 
     return [*map(sorted, filter(lambda spellings: len(spellings) > 1, names.values()))]
 
