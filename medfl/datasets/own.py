@@ -655,7 +655,6 @@ def _fold(split: str, has_sections: bool) -> Rule:
 # Checks of a user's own folder: unused files, and folders whose names are not class names
 
 _TABLES = (cases.TABLE, conventions.NNUNET_FILE, conventions.BIDS_FILE)
-_SECTIONS = {"train", "training", "val", "valid", "validate", "validation", "test", "testing"}
 _IMAGES = {"image", "images", "img", "imgs"}
 _WORDS = """
     mask masks label labels seg segs segmentation segmentations annotations ground_truth groundtruth
@@ -667,7 +666,7 @@ _MASKS = {*_WORDS.split()}
 def refuse_other_folders(folder: Path, names: Iterable[str]) -> None:
     """Raise an InputError if the picture folders are named like sections, or images and masks, not like classes."""
     lower = {name.lower(): name for name in names}
-    sections = [lower[name] for name in lower if name in _SECTIONS]
+    sections = [lower[name] for name in lower if name in cases.SECTION_NAMES]
     # `test` or `validation` alone may be a class; `train` is not
     if {"train", "training"} & lower.keys() or len(sections) == len(lower):
         raise InputError(

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
-from medfl.core import SECTIONS, terminal
+from medfl.core import SECTIONS, Config, terminal
 from medfl.data import NO_LABEL, SampleMaker
 from medfl.data.prepare import content_hash
 from medfl.datasets.readers.reading import (
     IMAGE_SUFFIXES,
-    archive,
+    opened,
     orientation,
-    split_uri,
 )
 from medfl.datasets.readers.volumes import changes_of
 from medfl.problem import Problem
@@ -68,7 +64,7 @@ def scan(bundle: Problem, section: str, *, progress: bool = False) -> Iterator[S
     shown = terminal.bar(data.items, desc=f"reading {section} images", unit="image", shown=progress)
     for index, item in enumerate(shown):
         ident = str(item["id"])
-        entry = data.source.entries[index] if data.source.is_list else None
+        entry = data.source.entries[index] if data.source.is_list else {}
         try:
             sample = samples.after_deterministic(index)
         except Exception as error:  # reported like any finding; the scan continues
@@ -112,7 +108,7 @@ def _parts(sample: object) -> tuple[Tensor | None, Any]:
     return None, label
 
 
-def _file(image: Tensor, entry: object) -> tuple[tuple[int, ...], tuple[float, ...]]:
+def _file(image: Tensor, entry: Config) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """Return shape and spacing of an image file: from MONAI's metadata, else the file's header, else the image."""
     meta = getattr(image, "meta", {})
     if "original_affine" in meta and "spatial_shape" in meta:
@@ -126,23 +122,11 @@ def _file(image: Tensor, entry: object) -> tuple[tuple[int, ...], tuple[float, .
         spacing = np.linalg.norm(affine[:3, : len(shape)], axis=0).tolist()
         return shape, tuple(round(side, 4) for side in spacing)
 
-    uri = entry.get("image") if isinstance(entry, Mapping) else None
-    with suppress(Exception):
-        if isinstance(uri, str | Path) and (picture_shape := _picture(str(uri))):
-            return picture_shape, ()
+    with suppress(Exception):  # of an entry without the name of a file, or of another file
+        uri = str(entry["image"])
+        if uri.lower().endswith(IMAGE_SUFFIXES):
+            with opened(uri) as picture:
+                size = (picture.height, picture.width)
+                return size[::-1] if orientation(picture) > 4 else size, ()
 
     return tuple(image.shape[1:]), ()
-
-
-def _picture(uri: str) -> tuple[int, ...]:
-    """Return (H, W) of a picture by its header, () for other files."""
-    path, part = split_uri(uri)
-    if not (part or path).lower().endswith(IMAGE_SUFFIXES) or (part and not path.endswith(".zip")):
-        return ()
-
-    source = io.BytesIO(archive(path).read(part)) if part else path
-    with Image.open(source) as image:
-        if orientation(image) < 5:
-            return (image.height, image.width)
-
-        return (image.width, image.height)  # EXIF rotates it by 90 degrees

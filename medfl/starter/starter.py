@@ -35,7 +35,7 @@ from medfl.datasets.readers import (
 from medfl.datasets.readers.checking import read_all, read_case
 from medfl.datasets.readers.label_columns import Wanted, unit_of
 from medfl.datasets.readers.mask_values import ANY
-from medfl.datasets.readers.reading import is_text
+from medfl.datasets.readers.reading import is_text, is_turned
 from medfl.datasets.readers.splitting import Record
 from medfl.starter.survey import (
     PictureFacts,
@@ -765,6 +765,11 @@ def _read(as_volumes: bool, record: Record) -> PictureFacts:
     facts = facts._replace(changes=volumes.changes_of(case))
     if not record.mask:
         return facts
+
+    if not as_volumes and is_turned(record.image):
+        facts = facts._replace(
+            changes="the image is turned upright by its EXIF, the mask is as stored"
+        )
 
     mask = np.asarray(case[1])
     return facts._replace(

@@ -72,7 +72,7 @@ def test_labels_beyond_rounding_are_refused(tmp_path: Path, far: float) -> None:
 def test_a_picture_with_infinity_is_refused_without_a_warning(tmp_path: Path) -> None:
     Image.fromarray(PICTURE).save(tmp_path / "i.png")
     Image.fromarray(np.where(PICTURE > 9, np.inf, 0).astype(np.float32)).save(tmp_path / "m.tif")
-    with pytest.raises(InputError, match=r"has the value inf at 54 pixels"):
+    with pytest.raises(InputError, match=r"m\.tif has values that are no numbers"):
         pairs.read_pair(f"{tmp_path}/i.png", f"{tmp_path}/m.tif")
 
 

@@ -269,6 +269,51 @@ def test_masks_that_are_mostly_structure_are_told(tmp_path: Path) -> None:
     assert "in 3 of 12 masks structures fill more than half: is 0 the background there?" in told
 
 
+def test_images_that_are_turned_by_exif_are_told_beside_their_masks(tmp_path: Path) -> None:
+    """A program that draws masks on the pixels as stored makes masks that lie on their side; squares hide it."""
+    pairs(tmp_path)
+    for path in sorted((tmp_path / "images").iterdir())[:5]:
+        opened = Image.open(path)
+        exif = opened.getexif()
+        exif[274] = 6
+        opened.save(path, exif=exif)
+
+    told = starter.survey(tmp_path / "images", tmp_path / "masks").notes
+    assert "the image is turned upright by its EXIF, the mask is as stored, in 5 files" in told
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_picture_with_nan_is_refused_by_name(value: float, tmp_path: Path) -> None:
+    classes(tmp_path, "a", "b", ending="tif", most=1, dtype=np.float32)
+    pixels = np.full((8, 8), 0.5, np.float32)
+    pixels[2, 3] = value
+    Image.fromarray(pixels).save(tmp_path / "b" / "03.tif")
+    with pytest.raises(InputError, match=r"b/03\.tif has values that are no numbers \(NaN or inf"):
+        starter.survey(tmp_path)
+
+
+def test_a_column_that_seems_to_name_sections_is_told(tmp_path: Path) -> None:
+    """The split that a data set was published with would be passed over unsaid."""
+    classes(tmp_path, "images")
+    lines = ["file,label,split,set"]
+    for number in range(12):
+        section = ("Train", "TEST", "val")[number // 4]
+        lines.append(f"{number:02d}.png,{'ab'[number % 2]},{section},{number % 5}")
+
+    table = tmp_path / "table.csv"
+    table.write_text("\n".join(lines) + "\n")
+    told = starter.survey(tmp_path / "images", labels=table).notes
+    (note,) = (note for note in told if note.startswith("column"))
+    assert note.startswith(
+        "column 'split' is not used: to take the sections from it, call it section"
+    )
+    text = "\n".join(lines).replace("split", "section").replace("Train", "train")
+    table.write_text(text.replace("TEST", "test").replace("val", "validate"))
+    seen = starter.survey(tmp_path / "images", labels=table)
+    assert not any(note.startswith("column") for note in seen.notes)
+    assert seen.tested == 4
+
+
 @pytest.mark.parametrize("ending", [".webp", ".img", ".npy", ""])
 def test_files_of_a_kind_that_is_not_read_are_told(ending: str, tmp_path: Path) -> None:
     for place in ("classes/ill", "images", "masks"):

@@ -16,6 +16,10 @@ from medfl.datasets.readers.volumes import bare
 
 TABLE = "cases.csv"
 SPLIT = "table"
+SECTION_NAMES = {
+    *["train", "training", "val", "valid", "validate", "validation", "dev", "test", "testing"]
+}
+"""What sections are called elsewhere."""
 NOTHING = {"nan", "none", "na", "n/a", "null"}
 """What some programs write for a missing value."""
 Rows = Mapping[str, Mapping[str, str]]

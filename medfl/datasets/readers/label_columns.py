@@ -771,6 +771,14 @@ def read(path: Path, images: Sequence[str], wanted: Wanted | None = None) -> Lab
             notes.append(f"{len(entries)} {reason}: left out, {tables.several(entries, 'such')}")
 
     names = sorted({*classes.values(), *meaning.names})
+    for name in columns:
+        is_split = {str(row[name]).lower() for row in rows} <= cases.SECTION_NAMES
+        if is_split and name not in case_heads.values():
+            notes.append(
+                f"column {name!r} is not used: to take the sections from it, call it section, and its values train, "
+                "validate and test"
+            )
+
     if words := [repr(name) for name in names if name.lower() in cases.NOTHING]:
         notes.append(
             f"taken as names of classes: {listed(words)}; only an empty cell says no class"

@@ -18,7 +18,7 @@ import warnings
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -333,12 +333,7 @@ def read_pixels(
             # A copy: the loaded array stays as it is, whatever is done to the image.
             pixels = array(path, name)[int(row)].copy()
         else:
-            content = read_member(path, part) if part else b""
-            # of a path Pillow would map the bytes of a TIFF that lies on its side as if it stood
-            with (
-                io.BytesIO(content) if part else open(path, "rb") as source,
-                _opened(source) as image,
-            ):
+            with opened(uri) as image:
                 if (pages := _pages(image)) > 1:
                     raise InputError(
                         f"image {uri} has {pages} pages",
@@ -347,7 +342,7 @@ def read_pixels(
                     )
 
                 if loses(image):
-                    content = content or Path(path).read_bytes()
+                    content = read_member(path, part) if part else Path(path).read_bytes()
                     # Eight bytes a value, which is what resizing takes.
                     check_unpacked(8 * math.prod(image.size) * len(image.getbands()), len(content))
                     turn = orientation(image)
@@ -360,6 +355,13 @@ def read_pixels(
 
         if pixels.dtype.kind not in "biuf" or pixels.itemsize > 8:
             raise ValueError(f"it holds {pixels.dtype} values")
+
+        if pixels.dtype.kind == "f" and not np.isfinite(pixels).all():
+            raise InputError(
+                f"image {uri} has values that are no numbers (NaN or infinite)",
+                "pixels are finite",
+                advice,
+            )
 
         pixels = pixels.astype(pixels.dtype.newbyteorder("="), copy=False)
 
@@ -385,26 +387,41 @@ def palette_of(uri: str) -> tuple[list[int], list[tuple[int, ...]]]:
     path, part = split_uri(uri)
     if part and not path.endswith(".zip"):
         return [], []
-    with (
-        refusing(f"image {uri} cannot be read", READABLE, "copy the file again"),
-        io.BytesIO(read_member(path, part)) if part else open(path, "rb") as source,
-        _opened(source) as image,
-    ):
+    advice = "copy the file again"
+    with refusing(f"image {uri} cannot be read", READABLE, advice), opened(uri) as image:
         if image.mode != "P" or _is_grey(image.convert("RGB")):
             return [], []
         palette = np.reshape(image.getpalette("RGB") or [], (-1, 3)).tolist()
         return np.unique(np.asarray(image)).tolist(), list(map(tuple, palette))
 
 
-def _opened(source: IO[bytes]) -> ImageFile:
-    try:
-        return Image.open(source)
-    except UnidentifiedImageError as error:
-        reason = f"no picture that is known; {beginning(source)}"
-        with suppress(Exception):  # of another kind, or damaged
-            reason = f"a TIFF with {tags_of(source) or 'no tag, or a BigTIFF in big-endian order'}"
+@contextmanager
+def opened(uri: str) -> Iterator[ImageFile]:
+    """Open a picture: a file, or one in a zip archive."""
+    path, part = split_uri(uri)
+    # of a path Pillow would map the bytes of a TIFF that lies on its side as if it stood
+    with io.BytesIO(read_member(path, part)) if part else open(path, "rb") as source:
+        try:
+            image = Image.open(source)
+        except UnidentifiedImageError as error:
+            reason = f"no picture that is known; {beginning(source)}"
+            with suppress(Exception):  # of another kind, or damaged
+                reason = (
+                    f"a TIFF with {tags_of(source) or 'no tag, or a BigTIFF in big-endian order'}"
+                )
 
-        raise ValueError(reason) from error
+            raise ValueError(reason) from error
+
+        with image:
+            yield image
+
+
+def is_turned(uri: str) -> bool:
+    """Tell whether a picture is turned upright by its EXIF."""
+    with suppress(ValueError), opened(uri) as image:
+        return orientation(image) != 1
+
+    return False  # no picture but a DICOM file
 
 
 def _text(path: str, part: str) -> bytes:
