@@ -91,6 +91,7 @@ def add_flags(run: Any) -> None:
     )
     output.add_text("--track", "mlflow[:URI]", "log metrics to MLflow")
     output.add_quiet()
+    run.set_defaults(goes_on_by="; medfl run --resume --out DIR continues a run")
 
 
 def run(args: Namespace) -> int:

@@ -132,7 +132,9 @@ def is_run(folder: Path) -> bool:
 
 
 def require_unused(
-    path: Path, beside: Sequence[str] = (), advice: str = "give a new folder, or add --resume"
+    path: Path,
+    beside: Sequence[str] = (),
+    advice: str = "give a new folder, or continue: medfl run --resume --out DIR",
 ) -> None:
     """Raise an InputError if a folder cannot be created, or contains anything but what `beside` names."""
     # The path is written into JSON records, which are UTF-8.
