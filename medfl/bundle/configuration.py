@@ -140,7 +140,7 @@ class Configuration:
 
     def open_places(self, paths: Iterable[Path | str]) -> None:
         """Allow this bundle to read files and folders that a user named, or that another bundle may read."""
-        self._places |= {Path(os.path.abspath(path)) for path in paths}
+        self._places |= _places(map(os.path.abspath, paths))
 
     def _parse(self, without: Iterable[str] = ()) -> ConfigParser:
         with _report(

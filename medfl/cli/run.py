@@ -211,11 +211,10 @@ def launch_of(args: Namespace) -> Launch:
 
 def _was_portable(args: Namespace) -> bool:
     """Return whether the run to resume or repeat is portable."""
-    documents: list[Any] = []
     if args.resume and args.out:
         documents = [_recorded(args.out / "run.json"), _recorded(args.out / FOLDS).get("requested")]
-    elif args.source:
-        documents = [_recorded(record_of(args.source))]
+    else:
+        documents = [args.source and _recorded(record_of(args.source))]
 
     return any(
         isinstance(document, dict) and document.get("portable") is True for document in documents
