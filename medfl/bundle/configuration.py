@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import os
 import re
 import sys
 import warnings
@@ -139,7 +140,7 @@ class Configuration:
 
     def open_places(self, paths: Iterable[Path | str]) -> None:
         """Allow this bundle to read files and folders that a user named, or that another bundle may read."""
-        self._places |= {Path(path).absolute() for path in paths}
+        self._places |= _places(map(os.path.abspath, paths))
 
     def _parse(self, without: Iterable[str] = ()) -> ConfigParser:
         with _report(
@@ -332,7 +333,7 @@ def by_existing_ids(values: Config, content: Config) -> Document:
 def _places(values: Iterable[object]) -> set[Path]:
     """Return the absolute paths in a user's values; paths named by the bundle itself open no folder."""
     paths = (Path(value) for value in values if isinstance(value, str | Path))
-    return {path for path in paths if path.is_absolute()}
+    return {Path(os.path.abspath(path)) for path in paths if path.is_absolute()}
 
 
 def target_name(node: Config) -> str:

@@ -142,7 +142,7 @@ def reopened(
     policy: Policy | None = None,
     *,
     given: str | None = None,
-    folder: Path | None = None,
+    folder: Path | None,
     allow_changed: bool = False,
 ) -> Problem:
     """Open a recorded run's bundle without its data: today's if it is unchanged, else the recorded folder.

@@ -121,11 +121,7 @@ def show(args: argparse.Namespace, document: Config, lines: Iterable[str]) -> in
 
 def intact(args: argparse.Namespace | None) -> str:
     """Return what is said of a command that was ended from outside."""
-    advice = getattr(args, "goes_on_by", "")
-    if hasattr(args, "resume"):
-        advice = "; a run continues with --resume"
-
-    return f"what was saved is intact{advice}"
+    return f"what was saved is intact{getattr(args, 'goes_on_by', '')}"
 
 
 def telling(args: argparse.Namespace) -> Document:

@@ -91,6 +91,7 @@ def add_flags(run: Any) -> None:
     )
     output.add_text("--track", "mlflow[:URI]", "log metrics to MLflow")
     output.add_quiet()
+    run.set_defaults(goes_on_by="; medfl run --resume --out DIR continues a run")
 
 
 def run(args: Namespace) -> int:
@@ -112,7 +113,8 @@ def run(args: Namespace) -> int:
 
     if args.resume and args.out and (args.out / FOLDS).is_file():
         begun = [*args.out.glob("fold-*")]
-        hold(args, Use(bundles=[_bundle_of_folds(args.out)], runs=begun, folder=args.out))
+        bundle = str(_recorded(args.out / FOLDS).get("bundle", ""))
+        hold(args, Use(bundles=[bundle], runs=begun, folder=args.out))
         return _cross_validate(args, values, config, requested, launch, again=True)
 
     request_checks.check_before_imports(
@@ -189,14 +191,14 @@ def _run_folder(args: Namespace) -> Path:
     return default_run_folder(name, args.method or "fedavg", seed)
 
 
-def _bundle_of_folds(folder: Path) -> str:
-    """Return the bundle of a cross-validation; "" if its record cannot be read, which is reported later."""
+def _recorded(path: Path) -> Config:
+    """Return a record; {} if it cannot be read, which is reported later."""
     with suppress(Refused):
-        document = json_values(folder / FOLDS)
+        document = json_values(path)
         if isinstance(document, dict):
-            return str(document.get("bundle", ""))
+            return document
 
-    return ""
+    return {}
 
 
 def launch_of(args: Namespace) -> Launch:
@@ -208,23 +210,15 @@ def launch_of(args: Namespace) -> Launch:
 
 
 def _was_portable(args: Namespace) -> bool:
-    """Return whether the run to resume or repeat is portable; an unreadable one is reported later."""
-    records = []
+    """Return whether the run to resume or repeat is portable."""
     if args.resume and args.out:
-        records = [args.out / "run.json", args.out / FOLDS]
-    elif args.source:
-        records = [record_of(args.source)]
+        documents = [_recorded(args.out / "run.json"), _recorded(args.out / FOLDS).get("requested")]
+    else:
+        documents = [args.source and _recorded(record_of(args.source))]
 
-    for path in records:
-        with suppress(Refused):
-            document = json_values(path)
-            settings = {}
-            if isinstance(document, dict):
-                settings = document.get("requested", document)
-
-            return isinstance(settings, dict) and settings.get("portable") is True
-
-    return False
+    return any(
+        isinstance(document, dict) and document.get("portable") is True for document in documents
+    )
 
 
 def _cross_validate(

@@ -274,7 +274,7 @@ def _channel(stream: int) -> tuple[int, int]:
     return keeper, worker
 
 
-def _kept(worker: int, showing: Sequence[Thread] = (), kept: str = "nothing was taken") -> int:
+def _kept(worker: int, showing: Sequence[Thread], kept: str) -> int:
     """Wait for the worker and for what shows its output, pass signals on to it, and return its exit code.
 
     `kept` says what is left where it was ended from outside.

@@ -73,7 +73,7 @@ class MessageLimits:
 
     # A document
 
-    def check_document(self, data: bytes, sender: str = "") -> None:
+    def check_document(self, data: bytes, sender: str) -> None:
         """Check the header of a safetensors document; the rest is not read.
 
         Raises:

@@ -195,7 +195,7 @@ class GeneralSettings:
         default=False,
     )
     init: str = setting(
-        "initial weights, for the same network, or all but its head (backbone:FILE, torchvision:NAME or timm:NAME, "
+        "initial weights, for the same network, or all but its head (backbone:FILE, torchvision:, monai: or timm:NAME, "
         "where these libraries have downloaded them); default: random, from the seed",
         "FILE|run:DIR|bundle:DIR|...",
         group=TRAINING,

@@ -63,10 +63,23 @@ def sigterm_as_ctrl_c() -> Iterator[None]:
         return
 
     take_sigterm()
+    hook = sys.unraisablehook
+    sys.unraisablehook = _send_again
     try:
         yield
     finally:
+        sys.unraisablehook = hook
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _send_again(dropped: sys.UnraisableHookArgs) -> None:
+    """Send a signal again whose exception Python drops, as around a fork."""
+    if not issubclass(dropped.exc_type, KeyboardInterrupt):
+        sys.__unraisablehook__(dropped)
+        return
+
+    number = signal.SIGTERM if dropped.exc_type is Terminated else signal.SIGINT
+    threading.Timer(0.1, os.kill, (os.getpid(), number)).start()
 
 
 def take_sigterm() -> None:

@@ -178,7 +178,7 @@ def sums_of(scored: Scored | None, least: int = 0) -> Floats:
     return joined
 
 
-def table_of(scored: Scored, least: int = 0) -> Floats:
+def table_of(scored: Scored, least: int) -> Floats:
     """Return what leaves a site about cases that evaluate thresholds: (3, B), or (1, B) with a minimum count.
 
     The cumulative sums of the rows up to an edge are the covered share of the cases, the sizes of their sets, and the

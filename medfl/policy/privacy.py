@@ -170,7 +170,7 @@ class Account:
             self.uncovered.update(uncovered)
             self._write()
 
-    def add_answer(self, most: int | None = None) -> bool:
+    def add_answer(self, most: int | None) -> bool:
         """Record an answer about images that are kept out of training; return whether `most` allows it."""
         with self._locked():
             allowed = most is None or self.answers < most

@@ -597,7 +597,7 @@ LISTED = 200
 """Maximum number of sites for the partition's table and picture; with more they are unreadable."""
 
 
-def recorded_plan(source: Path, data: str | None, say: Print, bundle: str | None = None) -> Plan:
+def recorded_plan(source: Path, data: str | None, say: Print, bundle: str | None) -> Plan:
     """Return the plan that repeats a recorded run with the installed versions; `source` is its run.json or folder.
 
     Raises:

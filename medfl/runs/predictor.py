@@ -106,7 +106,7 @@ def open_predictor(
     site: str | None,
     device: str,
     say: Print,
-    calibrated: bool = True,
+    calibrated: bool,
 ) -> Predictor:
     """Open a run folder, or a MONAI bundle with weights; same arguments as `medfl.runs.predict.predict`.
 

@@ -78,7 +78,7 @@ def wait(leader: int) -> tuple[int, str]:
 
 def beyond(group: int) -> str:
     """Say which limit a process group exceeds, "" for none; reads /proc, which only Linux has."""
-    members = [*_members(group, dead=True)]
+    members = [*_members(group)]
     if len(members) > MOST_PROCESSES:
         return f"it had {len(members)} processes; at most {MOST_PROCESSES}"
     if (threads := sum(map(_threads, members))) > _most_threads():
@@ -98,16 +98,12 @@ def beyond(group: int) -> str:
     return f"it used {used >> 20:,} MiB of memory; at most {int(most) >> 20:,}"
 
 
-def _members(group: int, dead: bool = False) -> Iterator[Path]:
-    """Yield a group's processes in /proc; `dead`: including zombies, whose ids are still taken."""
+def _members(group: int) -> Iterator[Path]:
+    """Yield a group's processes in /proc, also zombies, whose ids are still taken."""
     for name in filter(str.isdecimal, os.listdir("/proc")):
-        process = Path("/proc", name)
         with suppress(OSError):  # it has ended
             if os.getpgid(int(name)) == group:
-                # After the name, which may contain any characters
-                state = (process / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-                if dead or state != "Z":
-                    yield process
+                yield Path("/proc", name)
 
 
 def _bytes(file: Path, key: str) -> int:

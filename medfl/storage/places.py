@@ -59,6 +59,11 @@ _WEIGHTS = {
 
 _PRETRAINED = {
     "torchvision": ("TORCH_HOME", "~/.cache/torch", "hub/checkpoints/{}-*.pth"),
+    "monai": (
+        "HF_HOME",
+        "~/.cache/huggingface",
+        "hub/models--TencentMedicalNet--MedicalNet-{}/snapshots/*/resnet_*.pth",
+    ),
     "timm": (
         "HF_HOME",
         "~/.cache/huggingface",
@@ -132,7 +137,9 @@ def is_run(folder: Path) -> bool:
 
 
 def require_unused(
-    path: Path, beside: Sequence[str] = (), advice: str = "give a new folder, or add --resume"
+    path: Path,
+    beside: Sequence[str] = (),
+    advice: str = "give a new folder, or continue: medfl run --resume --out DIR",
 ) -> None:
     """Raise an InputError if a folder cannot be created, or contains anything but what `beside` names."""
     # The path is written into JSON records, which are UTF-8.
@@ -220,22 +227,22 @@ def record_of(source: Path) -> Path:
 def weights_file(text: str) -> Path:
     """Return the file that `--init` names.
 
-    FILE, run:DIR, bundle:DIR, backbone:FILE, or torchvision:NAME or timm:NAME, which are looked up where these
-    libraries keep their downloads.
+    FILE, run:DIR, bundle:DIR, backbone:FILE, or torchvision:NAME, monai:NAME or timm:NAME, which are looked up where
+    these libraries keep their downloads.
 
     Raises:
         InputError: it does not exist.
     """
     kind, colon, folder = text.partition(":")
     if colon and kind in _PRETRAINED:
-        return _downloaded(text, *_PRETRAINED[kind])
+        return _downloaded(text, folder, *_PRETRAINED[kind])
 
     if not (colon and kind in _WEIGHTS):
         path = Path(text.removeprefix("backbone:")).expanduser()
         if not path.is_file():
             raise InputError(
                 f"--init {text}",
-                "FILE or backbone:FILE (.safetensors, .pt, .ts), run:DIR, bundle:DIR, torchvision:NAME, timm:NAME",
+                "FILE or backbone:FILE (.safetensors, .pt, .ts), run:DIR, bundle:DIR, torchvision:, monai:, timm:NAME",
                 "name one that is there",
             )
 
@@ -254,9 +261,8 @@ def weights_file(text: str) -> Path:
     )
 
 
-def _downloaded(text: str, variable: str, home: str, pattern: str) -> Path:
+def _downloaded(text: str, name: str, variable: str, home: str, pattern: str) -> Path:
     """Return the only file in a library's cache with the named weights."""
-    name = text.partition(":")[2]
     root = Path(os.environ.get(variable) or home).expanduser()
     files = []
     # a name with * or / would find other files

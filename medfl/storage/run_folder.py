@@ -81,7 +81,7 @@ class RunFolder:
         require_run(path)
         return cls(path)
 
-    def remove_unstarted(self, beside: Sequence[str] = ()) -> None:
+    def remove_unstarted(self, beside: Sequence[str]) -> None:
         """Remove the files of a run that was refused before its first round, except what `beside` names."""
         for path in self.path.iterdir():
             if path.name not in beside:

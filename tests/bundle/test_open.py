@@ -10,7 +10,8 @@ import pytest
 from PIL import Image
 
 from medfl import datasets
-from medfl.bundle.open import phantom_folder
+from medfl.bundle.bundle import Bundle
+from medfl.bundle.open import phantom_folder, with_data
 from medfl.cli import verbs as cli
 from medfl.core.errors import RunError
 from medfl.starter import starter
@@ -61,6 +62,16 @@ def test_counts_patients_and_what_is_left_out_are_said(
     assert "5 patients, each in one section" in found["notes"]
     assert cli.main(["data", "check", str(bundle), "--data", str(data)]) == 0
     assert "the data can be used" in capsys.readouterr().out
+
+
+def test_images_of_a_shipped_bundle_lie_where_a_path_leads_upwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets.write_phantom("mednist", tmp_path / "cohort", per_class=10, size=16)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    opened = with_data(Bundle("mednist"), "../cohort", {})
+    assert len(opened.bundle.section("test").items) > 0
 
 
 def test_what_cannot_be_used_is_said_with_its_name(

@@ -489,7 +489,7 @@ def test_what_a_worker_has_started_ends_with_it(tmp_path: Path) -> None:
             os.write(begin, str(child).encode())
             os._exit(3)
 
-        assert walls._kept(worker) == 3
+        assert walls._kept(worker, (), "") == 3
         child = os.read(end, 20).decode()
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:

@@ -22,12 +22,14 @@ from PIL import Image
 
 from medfl import datasets
 from medfl.bundle.files import read, shipped, shipped_folders
+from medfl.cli.verbs import main
 from medfl.export import checks
 from medfl.export.bundle_writer import export
 from medfl.runs.launch import federate
 from medfl.runs.predict import predict
 from medfl.starter import starter
 from tests.datasets.test_volumes import save_dicom
+from tests.starter.test_dicom_pictures import radiograph
 
 pytestmark = [
     pytest.mark.slow,
@@ -89,8 +91,8 @@ class Alone:
             cwd=cwd or self.folder, env=self.environment, capture_output=True, text=True,
         )  # fmt: skip
 
-    def predict(self, bundle: Path, images: Path, out: Path) -> None:
-        """`python -m monai.bundle run` of a bundle's inference."""
+    def predict(self, bundle: Path, images: Path, out: Path, refused: str = "") -> None:
+        """`python -m monai.bundle run` of a bundle's inference, which may be expected to fail with words."""
         log = self.folder / f"{out.parent.name}.log"
         asked = {"cwd": str(bundle), "log": str(log), "config_file": "configs/inference.yaml"}
         asked |= {"bundle_root": ".", "dataset_dir": str(images), "output_dir": str(out)}
@@ -98,7 +100,9 @@ class Alone:
         assert self.server.stdout is not None
         self.server.stdin.write(json.dumps(asked) + "\n")
         self.server.stdin.flush()
-        assert self.server.stdout.readline() == "0\n", log.read_text()[-4000:]
+        ended = self.server.stdout.readline()
+        assert (ended == "0\n") == (not refused), log.read_text()[-4000:]
+        assert refused in log.read_text()
 
 
 @pytest.fixture(scope="module")
@@ -193,10 +197,10 @@ def new_pictures(folder: Path, deep: bool) -> Path:
 
 
 def federated(bundle: Path, data: Path, run: Path, **requested: Any) -> Path:
+    config = requested.pop("config", {})
     settings = {"sites": 2, "rounds": 1, "partition": "iid", "local_epochs": 2, **requested}
-    federate(
-        str(bundle), requested={"method": "fedavg", "data": str(data), **settings}, out=run, jobs=1
-    )
+    settings |= {"method": "fedavg", "data": str(data)}
+    federate(str(bundle), config=config, requested=settings, out=run, jobs=1)
     return run
 
 
@@ -226,6 +230,15 @@ def of_table(root: Path, head: str, line: Callable[[int], str]) -> Path:
     return federated(starter.write(root / "mine", survey, size=32), root / "data", root / "run")
 
 
+def of_radiographs(root: Path) -> Path:
+    """A run of `medfl new` on class folders of DICOM pictures."""
+    for number in range(24):
+        kind = ("dark", "bright")[number // 2 % 2]
+        radiograph(root / f"data/{kind}/{number}.dcm", number, kind == "bright")
+    bundle = starter.write(root / "mine", starter.survey(root / "data"), size=32)
+    return federated(bundle, root / "data", root / "run")
+
+
 def of_volumes(root: Path) -> Path:
     """A run of `medfl new` on volumes of two channels with a table of numbers."""
     (root / "data/images").mkdir(parents=True)
@@ -243,7 +256,13 @@ def of_volumes(root: Path) -> Path:
     return federated(starter.write(root / "mine", survey), root / "data", root / "run")
 
 
-def of_masks(root: Path, suffix: str, channels: int = 1, values: tuple[int, ...] = (0, 1)) -> Path:
+def of_masks(
+    root: Path,
+    suffix: str,
+    channels: int = 1,
+    values: tuple[int, ...] = (0, 1),
+    planned: bool = False,
+) -> Path:
     """A run of `medfl new` on pictures or volumes with masks."""
     for folder in ("images", "masks"):
         (root / "data" / folder).mkdir(parents=True)
@@ -271,6 +290,12 @@ def of_masks(root: Path, suffix: str, channels: int = 1, values: tuple[int, ...]
         deep = np.repeat(truth[..., None], 24, 2)
         nibabel.save(nibabel.Nifti1Image(deep, affine), root / f"data/masks/c{number}{suffix}")
 
+    if planned:
+        where = ("--images", f"{root}/data/images", "--masks", f"{root}/data/masks")
+        assert main(["new", str(root / "mine"), *where]) == 0
+        config = {"patch_size": [16, 16, 16]}
+        return federated(root / "mine", root / "data", root / "run", config=config)
+
     survey = starter.survey(root / "data/images", root / "data/masks")
     size = 32 if suffix == ".png" else None
     bundle = starter.write(root / "mine", survey, size=size, network="unet8")
@@ -292,6 +317,8 @@ KINDS: dict[str, Callable[[Path], Path]] = {
     "grey masks": lambda root: of_masks(root, ".png"),
     "colour masks": lambda root: of_masks(root, ".png", 3, (0, 100, 200)),
     "volumes": lambda root: of_masks(root, ".nii.gz", 1, (0, 3, 7)),
+    "DICOM pictures": of_radiographs,
+    "volumes, planned": lambda root: of_masks(root, ".nii.gz", 1, (0, 3, 7), planned=True),
     "volumes with numbers": of_volumes,
     "volumes of two channels": lambda root: of_masks(root, ".nii.gz", 2),
 }
@@ -333,6 +360,21 @@ def test_what_ships_runs_by_monai_alone(name: str, python: Alone, tmp_path: Path
         picture = drawn((70, 50, 3)[:axes], number, True)
         Image.fromarray(picture).save(images / f"{number}.{('png', 'jpg', 'bmp')[number]}")
     check(python, tmp_path / "run", images, tmp_path, varied=False)
+
+
+def test_what_monai_does_not_read_ends_its_run(python: Alone, tmp_path: Path) -> None:
+    """Rather than a table without these images, and exit code 0."""
+    export(KINDS["DICOM pictures"](tmp_path), tmp_path / "bundle", formats=())
+    for name, refused in (("of DICOM", "a DICOM picture"), ("empty", "no image with one of")):
+        images = tmp_path / name
+        (images / "below").mkdir(parents=True)
+        (images / "below" / "letter.txt").touch()
+        if name != "empty":
+            Image.new("L", (32, 32)).save(images / "a.png")
+            shutil.copyfile(tmp_path / "data/dark/0.dcm", images / "below" / "b.DCM")
+
+        python.predict(tmp_path / "bundle", images, tmp_path / name / "out", refused=refused)
+        assert not (tmp_path / name / "out").exists()
 
 
 def test_a_dicom_series_gets_the_mask_that_medfl_gives_it(python: Alone, tmp_path: Path) -> None:

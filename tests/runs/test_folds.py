@@ -256,6 +256,8 @@ def test_a_folder_of_folds_is_resumed_with_its_own_settings(
     assert "resumed with its own settings" in capsys.readouterr().err
     assert cli.main(["run", str(bundle), "--resume", "--out", str(out)]) == 2
     assert "a cross-validation with --resume and other settings" in capsys.readouterr().err
+    assert cli.main(["run", str(bundle), "--folds", "3", "--out", str(out)]) == 2
+    assert "or continue: medfl run --resume --out DIR" in capsys.readouterr().err
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "folds.json").write_text(json.dumps({"folds": 3}))
     assert cli.main(["run", "--resume", "--out", str(tmp_path / "bad")]) == 2

@@ -420,6 +420,28 @@ def test_a_pretrained_backbone_is_found_where_its_library_keeps_it(
         initial_weights.begin_with(bundle, "torchvision:../resnet18")
 
 
+def test_medicalnet_is_found_where_monai_keeps_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it is published: one channel, in a checkpoint of a parallel training, without a head."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    bundle = Bundle("brain_age", {"network": "resnet18"})
+    with pytest.raises(
+        InputError, match=r"one file .*-Resnet18/snapshots/\*/resnet_\*.pth in .*are 0; "
+    ):
+        initial_weights.begin_with(bundle, "monai:Resnet18")
+
+    pretrained = bundle.network().state_dict()
+    place = tmp_path / "hub/models--TencentMedicalNet--MedicalNet-Resnet18/snapshots/1"
+    place.mkdir(parents=True)
+    body = {name: pretrained[name] for name in pretrained if not name.startswith("fc.")}
+    published = {"state_dict": {f"module.{name}": value for name, value in body.items()}}
+    torch.save(published, place / "resnet_18_23dataset.pth")
+    begun, _ = initial_weights.begin_with(bundle, "monai:Resnet18")
+    assert begun.start is not None
+    assert all(begun.start[name].equal(body[name]) for name in body)
+
+
 def test_a_job_carries_the_head_that_its_record_says(
     tmp_path: Path, weights: dict[str, torch.Tensor]
 ) -> None:

@@ -155,6 +155,16 @@ def test_files_of_other_kinds_are_told_in_one_note(
     assert answer["units"] == {}
 
 
+@pytest.mark.parametrize("named", ["../pictures", "absolute"])
+def test_images_are_named_by_a_path_that_leads_upwards(
+    named: str, classifier: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    images = tmp_path / "here" / "../pictures" if named == "absolute" else named
+    assert len(predict(classifier, images, "../out")["predictions"]) == 5
+
+
 # As the run said
 
 

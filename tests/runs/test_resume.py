@@ -239,7 +239,7 @@ def test_what_ctrl_c_says_in_the_local_reference_is_true(
     with monkeypatch.context() as patch:
         patch.setattr(Local, "train", interrupted)
         assert cli.main(command(chest, out, "--rounds", "2", "--with-local")) == 130
-    assert "continues with --resume" in capsys.readouterr().err
+    assert "; medfl run --resume --out DIR continues a run" in capsys.readouterr().err
     assert cli.main(["run", "--resume", "--out", str(out), "--jobs", "1", "--quiet"]) == 0
     assert local_columns(out) == local_columns(finished)
     assert (

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -32,13 +33,25 @@ def group(program: str) -> int:
     return subprocess.Popen([sys.executable, "-S", "-c", text], start_new_session=True).pid
 
 
+def living(leader: int) -> list[Path]:
+    """Return the group's processes in /proc, without zombies."""
+    found = []
+    for process in bounds._members(leader):
+        with suppress(OSError):  # it has ended
+            state = (process / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+            if state != "Z":
+                found.append(process)
+
+    return found
+
+
 def is_gone(leader: int) -> bool:
     """Tell whether a group ends in ten seconds: the kernel takes a moment for each process."""
     deadline = time.monotonic() + 10
-    while any(bounds._members(leader)) and time.monotonic() < deadline:
+    while living(leader) and time.monotonic() < deadline:
         time.sleep(0.05)
 
-    return not any(bounds._members(leader))
+    return not living(leader)
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # Popen's own: `bounds.wait` has waited
@@ -124,7 +137,7 @@ def test_what_a_worker_has_started_ends_with_a_keeper_that_is_killed() -> None:
         (leader,) = {int(output.readline()) for _ in range(4)}
         # What ends the group is one of its members until it has a session of its own
         deadline = time.monotonic() + 60
-        while len([*bounds._members(leader)]) != 4:
+        while len(living(leader)) != 4:
             assert time.monotonic() < deadline
             time.sleep(0.01)
 

@@ -144,7 +144,10 @@ def test_a_failing_rename_leaves_the_old_file_and_no_other(
     path = tmp_path / "state"
     save_state(path, {"x": 1})
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(RunError, match=r"state \(\d+ bytes\): no space left.*--resume"):
+    with pytest.raises(
+        RunError,
+        match=r"state \(\d+ bytes\): no space left.*; repeat, in a new --out",
+    ):
         save_state(path, {"x": 2})
     assert [p.name for p in tmp_path.iterdir()] == ["state"]
     assert load_state(path) == {"x": 1}

@@ -282,7 +282,7 @@ def published(comparison: Comparison) -> list[str]:
 
 
 def restricted(
-    table: PaperTable, grid: Grid, methods: Sequence[str], partitions: Sequence[str] | None = None
+    table: PaperTable, grid: Grid, methods: Sequence[str], partitions: Sequence[str] | None
 ) -> Grid:
     """Return a grid restricted to these methods and partitions; without any, all of them.
 

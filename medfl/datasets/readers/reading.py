@@ -667,7 +667,7 @@ def tags_of(file: IO[bytes]) -> str:
     return ", ".join(f"{TAGS_V2[tag].name} {tags[tag]}" for tag in sorted(present))
 
 
-def white_is_high(image: ImageFile, pixels: Array, is_mask: bool = False) -> Array:
+def white_is_high(image: ImageFile, pixels: Array, is_mask: bool) -> Array:
     """Return the pixels of a TIFF in which 0 is white with white as the highest value; Pillow does so up to 8 bits.
 
     Raises:

@@ -121,7 +121,7 @@ def without_ending(name: str) -> str:
     return bare(name, (*ENDINGS, *dicom.SUFFIXES))
 
 
-def other_kinds(folder: Path, used: Path | None = None) -> tuple[str, ...]:
+def other_kinds(folder: Path, used: Path | None) -> tuple[str, ...]:
     """Return a line about files below a folder that are of no readable kind; `used` is one that has another purpose."""
     names = sorted(
         path.relative_to(folder).as_posix()
