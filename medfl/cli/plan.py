@@ -13,8 +13,6 @@ from medfl.cli.site import add_pairs, of_folder
 from medfl.core import InputError
 from medfl.storage import require_new_bundle
 
-_MOST_AXES = 3
-
 if TYPE_CHECKING:
     from medfl.data import Fingerprint
 
@@ -94,7 +92,7 @@ def _shown(value: object) -> str:
     if not isinstance(value, tuple):
         return str(value)
 
-    is_size = len(value) <= _MOST_AXES and not isinstance(value[0], tuple)
+    is_size = len(value) <= 3 and not isinstance(value[0], tuple)
     return (" x " if is_size else ", ").join(map(_shown, value))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import compress
 
 import numpy as np
 from nibabel import orientations
@@ -147,11 +148,9 @@ def _lengths(values: Floats) -> tuple[Tally, ...]:
 def _released(pooled: Fingerprint, bins: Sequence[Mapping[int, int]], least: int) -> Fingerprint:
     foreground = []
     for tally, images in zip(pooled.foreground, bins, strict=True):
-        is_hidden = hidden_bins([images[cell] for cell in tally.cells], least)
-        pairs_shown = zip(tally.cells.items(), is_hidden, strict=True)
-        foreground.append(
-            replace(tally, cells=dict(pair for pair, hide in pairs_shown if not hide))
-        )
+        hidden = hidden_bins([images[cell] for cell in tally.cells], least)
+        cells = dict(compress(tally.cells.items(), np.logical_not(hidden)))
+        foreground.append(replace(tally, cells=cells))
 
     present: dict[int, Volume] = {}
     for value, volume in pooled.volumes.items():
@@ -183,8 +182,7 @@ def _shown(tally: Tally, least: int) -> Tally:
 
 def _told(counts: Mapping[str, int], least: int) -> dict[str, int]:
     """Return the cells that may be released; names of other cells would reveal a case."""
-    cells = suppress_counts(counts, least)[0]
-    return present(cells)
+    return present(suppress_counts(counts, least)[0])
 
 
 def text(fingerprint: Fingerprint, least: int, epsilon: float) -> list[str]:

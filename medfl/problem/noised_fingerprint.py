@@ -72,8 +72,7 @@ def with_noise(empty: Fingerprint, singles: Sequence[Floats], epsilon: float) ->
     for i in axes:
         extents.append(_tally(cases, 0, 1, sizes[i].mean + spacings[i].mean, -1))
 
-    channels = range(empty.channels)
-    foreground = [_tally(cases, *_VALUE, next(means), next(means)) for _ in channels]
+    foreground = [_tally(cases, *_VALUE, next(means), next(means)) for _ in range(empty.channels)]
     volumes = {}
     for value in empty.classes:
         volumes[value] = Tally(max(0, round(next(means) * cases)))

@@ -236,7 +236,7 @@ def _of_run(
             f"note: the run in {path} was interrupted: this is round {networks.round} of {run.rounds}"
         )
 
-    evaluator = evaluator_of(networks, bundle, site)
+    evaluator = evaluator_of(networks, bundle, site, say)
     assert isinstance(evaluator, VectorEvaluator | MaskEvaluator | CaseEvaluator)
     # new images have no reference that a loss, or the bundle's metric, could be of
     if isinstance(evaluator, MaskEvaluator | NumberEvaluator):
@@ -273,20 +273,30 @@ def _of_run(
     return _with_rule(predictor, calibration, threshold_site, say)
 
 
-def evaluator_of(networks: RunNetworks, bundle: Problem, site: str | None) -> Evaluator:
-    """Return the evaluator of a model, which keeps the largest components that the run decided to keep."""
+def evaluator_of(
+    networks: RunNetworks, bundle: Problem, site: str | None, say: Print = str
+) -> Evaluator:
+    """Return the evaluator of a model, which keeps the largest components that the run decided to keep.
+
+    That there is no decision is reported: for an interrupted run, or a site's model of the best round.
+    """
     evaluator = bundle.evaluator
     if not (isinstance(evaluator, MaskEvaluator) and evaluator.compares):
         return evaluator
 
     recorded = _recorded(networks, site, LARGEST_COMPONENT)
+    if {*recorded.values()} <= {None}:
+        say("note: this run has no decision on components of this model: all are kept")
+
     largest = [name for name, value in recorded.items() if float(value or 0)]
     return replace(evaluator, compares=False, largest=largest)
 
 
 def _recorded(networks: RunNetworks, site: str | None, key: str) -> dict[str, str | float | None]:
     """Return what a finished run recorded under a key for each finding or structure, None where it did not."""
-    of_round = (networks.summary.get(networks.which) or {}).get("classes") or {}
+    # in a run judged by personal models, the global one's scores stand apart
+    summary = networks.summary.get("global") or networks.summary
+    of_round = (summary.get(networks.which) or {}).get("classes") or {}
     row: Mapping[str, str] = {}
     # sites.csv is of the last round
     if site and networks.which == "last" and networks.finished:
@@ -361,21 +371,17 @@ def _of_bundle(opened: Inference, path: Path, device: torch.device) -> Predictor
     title = (
         f"bundle {path} ({meta.get('name') or path.name}, version {meta.get('version', 'unknown')})"
     )
-    open_places = opened.config.open_places
-    network = opened.network
-
-    source = str(exported.get("data_source", ""))
     return Predictor(
         title,
         task,
         classes,
-        network,
+        opened.network,
         chain,
-        open_places,
+        opened.config.open_places,
         evaluator,
         device,
         meta,
-        source,
+        str(exported.get("data_source", "")),
         thresholds=thresholds,
     )
 

@@ -94,10 +94,8 @@ class Network:
         filters = np.array(self.filters)
         # per level: two convolutions and their norms down, the same up, the upsampled and the concatenated
         activations = 11 * voxels * filters
-        weights = 0.0
-        for level, kernel in enumerate(self.kernels):
-            weights += 6 * np.prod(kernel) * filters[level] * filters[max(0, level - 1)]
-
+        inputs = np.append(filters[:1], filters[:-1])
+        weights = 6 * (np.prod(self.kernels, axis=1) * filters * inputs).sum()
         largest = 4 * (voxels * filters).max()
         # of each level with a loss, resized to the full size
         scored = 6 * outputs * voxels[0] * len(self.level_weights)
@@ -301,12 +299,8 @@ def _fitted(
                 "give more",
             )
 
-        largest = int(np.where(can_shrink, np.array(patch) / shape, 0).argmax())
-        side = np.array(patch, float)
-        if dims == 2:
-            side -= factors
-        else:
-            side[largest] -= factors[largest]
+        largest = np.where(can_shrink, patch / shape, 0).argmax()
+        side = patch - factors * ((np.arange(dims) == largest) | (dims == 2))
 
 
 def _spacing_choice(
@@ -337,7 +331,6 @@ def _choices(planned: Plan, shape: Floats, memory: float) -> tuple[Choice, ...]:
 
     median = " x ".join(f"{side:.0f}" for side in shape)
     needed = network.memory(planned.patch, planned.batch_size, len(pooled.classes) + 1) / _GB
-    levels = {"strides": network.strides, "kernels": network.kernels, "filters": network.filters}
     choices += [
         Choice(
             "patch",
@@ -353,7 +346,7 @@ def _choices(planned: Plan, shape: Floats, memory: float) -> tuple[Choice, ...]:
         ),
         Choice(
             "network",
-            levels,
+            asdict(network),
             f"each axis of the patch is halved down to {_LEAST_EDGE} voxels, a coarse one later",
             "another patch or spacing",
         ),

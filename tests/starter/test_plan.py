@@ -223,6 +223,8 @@ def test_anisotropic_volumes_are_pooled_in_their_planes_first() -> None:
     assert planned.network.strides[1] == (2, 2, 1)
     assert planned.network.kernels[0] == (3, 3, 1)
     assert planned.patch[2] < planned.patch[0]
+    # slices all 5 mm apart are not resampled by a hair
+    assert plan({"a": hospital((320, 320, 20), (0.6, 0.6, 5))}).spacing == (0.6, 0.6, 5)
     many = {"a": hospital((320, 320, 160), (0.6, 0.6, 3))}
     assert plan(many).coarse is None  # as many slices as fit no exception
 
@@ -283,9 +285,34 @@ def spoilt(change: Callable[[dict[str, Any]], object]) -> str:
         (lambda d: d["grid"].update(cells_of_a_doubling=16), "$.grid"),
         (lambda d: d["sizes"][0]["cells"].update({"3": 5}), "cells of sizes hold more"),
         (lambda d: d["foreground"][0].update(squares=1), "total and squares of foreground"),
+        (lambda d: d["spacings"][2].update(cells={"-401": 100}), "$.spacings[2].cells"),
+        (lambda d: d["volumes"]["1"].update(cells={"401": 100}), "$.volumes['1']"),
+        (
+            lambda d: d["foreground"][0]["cells"].update({"9": 10**6}),
+            "cells of foreground hold more",
+        ),
+        (lambda d: d["spacings"][2].update(squares=10**30), "squares of spacings: a length of 0"),
+        (lambda d: d["extents"][0].update(cells={}, squares=10**60), "a length of 0 or without"),
+        (lambda d: d["foreground"][0].update(total=float("inf")), "Infinity, which is not JSON"),
+        (lambda d: d["foreground"][0].update(total=10**90), "a number of 91 characters"),
+        (lambda d: d["volumes"].update({"3": None}), "volumes of other classes"),
+        (lambda d: d.update(cases=True), "$.cases is True"),
+        (lambda d: d.update(cases="100"), "$.cases is 100: '100' is not of type"),
+        (lambda d: d.update(kind="pictures"), "3 sizes, not 2"),
+        (lambda d: d.update(channels=2), "1 foreground, not 2"),
+        (lambda d: d.update(noise=True), "$.noise is True"),
+        (lambda d: d["classes"].update({"1": "a" * 201}), "$.classes['1'] is aaa"),
+        (lambda d: d["classes"].update({"1": "a\nb"}), "$.classes['1'] is a"),
+        (lambda d: d["classes"].update({"1": "$x"}), "$.classes['1'] is $x"),
+        (lambda d: d.update(images="$x"), "$.images is $x"),
+        (
+            lambda d: d.update(classes={str(value): f"c{value}" for value in range(1, 300)}),
+            "$.classes is {'1': 'c1'",
+        ),
         (lambda d: d["orders"].update(RAS=True), "$.orders.RAS is True"),
         (lambda d: d.update(masks="../elsewhere"), "$.masks is ../elsewhere"),
         (lambda d: d.update(form="x"), "medfl fingerprint 1"),
+        (lambda d: d.update(form="medfl fingerprint 2"), "'medfl fingerprint 1' was expected"),
         (lambda d: d.update(extra=1), "extra"),
         (lambda d: d.pop("sizes"), "sizes"),
     ],
@@ -390,7 +417,8 @@ def test_from_folders_to_a_round(
 
     # its validation cases decided on the components, and an evaluation does not decide anew
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    for metrics in summary["last"]["classes"].values():
+    scored = [summary["last"], summary["global"]["last"]]
+    for metrics in [metrics for scores in scored for metrics in scores["classes"].values()]:
         assert {"largest_component", "validation_dice", "validation_dice_largest"} <= metrics.keys()
         metrics["largest_component"] = 1.0
 
