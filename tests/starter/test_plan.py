@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import monai.bundle
 import nibabel as nib
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from medfl.cli import verbs as cli
 from medfl.core.errors import InputError
 from medfl.data import fingerprint
 from medfl.data.fingerprint import Fingerprint, Tally
+from medfl.datasets.readers import pairs, volumes
 from medfl.flare.offer import offer
 from medfl.networks.deep_supervision import with_full_size
 from medfl.policy.inspection import inspect
@@ -37,7 +39,7 @@ from medfl.starter.survey import Survey
 from medfl.storage.run_reader import RunReader
 
 SCHEMA = Path(medfl.__file__).parent / "export" / "schemas" / "bundle_metadata.json"
-HIPPOCAMPUS = Path(__file__).parents[3] / "shared" / "data" / "msd_hippocampus"
+DATA = Path(__file__).parents[3] / "shared" / "data"
 CLASSES = {1: "organ", 2: "tumour"}
 EMPTY = Fingerprint("volumes", 1, "images", "masks", CLASSES)
 
@@ -516,17 +518,97 @@ def test_a_network_of_a_small_patch_has_three_levels() -> None:
     assert len(Network.of((16, 16, 16), (1, 1, 1)).filters) == 3
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not HIPPOCAMPUS.is_dir(), reason="no hippocampus volumes in shared/data")
-def test_hippocampus_is_planned_alike_at_three_sites() -> None:
-    images = sorted((HIPPOCAMPUS / "images").glob("*.nii*"))
-    cases = [(str(image), str(HIPPOCAMPUS / "labels" / image.name)) for image in images]
+@pytest.mark.filterwarnings("ignore:.*no allow list.*:UserWarning")
+def test_monai_alone_trains_and_evaluates_a_planned_bundle(tmp_path: Path) -> None:
+    """As `python -m monai.bundle run` does, with deep supervision and patches."""
+    draw(tmp_path / "data", 8)
+    where = ["--images", str(tmp_path / "data/images"), "--masks", str(tmp_path / "data/masks")]
+    bundle = tmp_path / "planned"
+    assert cli.main(["plan", *where, "--sites", "1", "--out", str(bundle)]) == 0
+    train = str(bundle / "configs/train.yaml")
+    ids = {
+        "bundle_root": str(bundle),
+        "dataset_dir": str(tmp_path / "data"),
+        "device": "$torch.device('cpu')",
+    }
+    monai.bundle.run(config_file=train, max_epochs=2, **ids)
+    assert (bundle / "models/model.pt").is_file()
+    monai.bundle.run(config_file=[train, str(bundle / "configs/evaluate.yaml")], **ids)
+    assert "dice" in (bundle / "output/metrics.csv").read_text()
+
+
+def real(name: str, folder: Path) -> tuple[Fingerprint, Cases]:
+    """Return an empty fingerprint of real images, and their cases."""
+    if name == "lungs":
+        place = DATA / "covid_cxr_lungs"
+        files = sorted((place / "images").iterdir())
+        empty = replace(EMPTY, kind="pictures", classes={1: "lungs"})
+        return empty, [(str(file), str(place / "masks" / file.name)) for file in files]
+
+    if name == "heads":
+        return replace(EMPTY, classes={1: "brain"}), heads(folder)
+
+    if name == "oasis":
+        files = sorted((DATA / "oasis_tissue").glob("*_t1ss.nii.gz"))
+        empty = replace(EMPTY, classes={1: "csf", 2: "grey", 3: "white"})
+        return empty, [(str(file), str(file).replace("t1ss", "tissue")) for file in files]
+
+    files = sorted((DATA / "msd_hippocampus/images").glob("*.nii*"))
     empty = replace(EMPTY, masks="labels", classes={1: "anterior", 2: "posterior"})
+    return empty, [(str(file), str(file).replace("/images/", "/labels/")) for file in files]
+
+
+def heads(folder: Path) -> Cases:
+    """Three heads, each with the slices of four scanners: 2, 4 or 6 mm along one axis."""
+    cases = []
+    for file in sorted((DATA / "brain_t1").glob("*_t1.nii.gz")):
+        for number, steps in enumerate([(1, 1, 1), (1, 1, 2), (1, 1, 3), (2, 1, 1)]):
+            paths = []
+            for path in (file, Path(str(file).replace("_t1.", "_brainmask."))):
+                volume = nib.load(path)
+                voxels = np.asarray(volume.dataobj)[:: steps[0], :: steps[1], :: steps[2]]
+                voxels = (voxels > 0).astype(np.uint8) if path != file else voxels * 1.0
+                paths.append(str(folder / f"{number}-{path.name}"))
+                nib.save(nib.Nifti1Image(voxels, volume.affine @ np.diag([*steps, 1])), paths[-1])
+
+            cases.append((paths[0], paths[1]))
+
+    return cases
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not DATA.is_dir(), reason="no images in shared/data")
+@pytest.mark.parametrize("name", ["hippocampus", "oasis", "lungs", "heads"])
+def test_real_images_are_planned_alike_at_three_sites(name: str, tmp_path: Path) -> None:
+    """One of which has a single case: means and variances of the voxels, and quantiles within the stated error."""
+    empty, cases = real(name, tmp_path)
     pooled = gather(empty, cases, 0)
-    sites = {f"site-{index}": gather(empty, cases[index::3], 0) for index in range(3)}
-    assert reduce(add, reversed(sites.values())) == pooled
-    planned = plan(sites)
-    assert planned.choices == plan({"all": pooled}).choices
-    # nnU-Net's published plan of this task has a patch of 40 x 56 x 40 voxels of 1 mm
-    assert planned.spacing == (1, 1, 1)
-    assert planned.patch == pytest.approx((40, 56, 40), abs=8)
+    sites = [gather(empty, part, 0) for part in (cases[:1], cases[1::2], cases[2::2])]
+    alone = plan({"all": pooled})
+    for order in itertools.permutations(sites):
+        assert reduce(add, order) == pooled
+        assert plan(dict(zip("abc", order, strict=True))).choices == alone.choices
+
+    values = []
+    for image, mask in cases:
+        if empty.kind == "volumes":
+            x, y = volumes.read_pair(image, mask, len(empty.classes) + 1, 1)
+            values.append(x.numpy()[0][y.numpy()[0] > 0].astype(float))
+        else:
+            pixels, truth, _ = pairs.read_pair(image, mask, channels=1, classes=2, convert=True)
+            values.append(pixels[..., 0][truth > 0].astype(float))
+
+    everything = np.concatenate(values)
+    foreground = pooled.foreground[0]
+    assert foreground.count == len(everything)
+    assert foreground.mean == pytest.approx(everything.mean(), rel=1e-12)
+    assert foreground.sd**2 == pytest.approx(everything.var(), rel=1e-12)
+    for share in (0.005, 0.5, 0.995):
+        exact = np.quantile(everything, share, method="inverted_cdf")
+        assert foreground.intensity(share) == pytest.approx(exact, rel=0.008)
+
+    assert len(gather(empty, cases, 10).encoded()) < 6000  # bytes that would leave
+    if name == "hippocampus":
+        # nnU-Net's published plan of this task has a patch of 40 x 56 x 40 voxels of 1 mm
+        assert alone.spacing == (1, 1, 1)
+        assert alone.patch == pytest.approx((40, 56, 40), abs=8)
