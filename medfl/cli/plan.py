@@ -75,10 +75,7 @@ def _plan(args: Namespace) -> int:
     sites = _written(args.files) if args.files else _divided(args)
     planned = plan(sites, args.memory, arguments.parse_names(args.channels), args.per_site)
     folder = starter.write(args.out, Survey.of_plan(planned, len(sites)))
-    lines = []
-    for choice in planned.choices:
-        lines.append(f"{choice.choice}: {_shown(choice.value)} ({choice.because})")
-
+    lines = [f"{made.choice}: {_shown(made.value)} ({made.because})" for made in planned.choices]
     lines += [f"note: {note}" for note in planned.differences]
     lines += [f"bundle: {folder}", f"next: medfl site inspect {folder}"]
     return show(args, {"bundle": str(folder), **planned.record()}, lines)
@@ -117,7 +114,7 @@ def _divided(args: Namespace) -> dict[str, Fingerprint]:
     progress = sys.stderr.isatty()
     empty, cases = of_folder(args, progress)
     count = args.sites
-    if not 1 <= count <= len(cases):
+    if not 0 < count <= len(cases):
         raise InputError(
             f"--sites {count}", f"1 to {len(cases)}, the training cases", "give another number"
         )

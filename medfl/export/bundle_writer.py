@@ -188,7 +188,7 @@ class _BundleWriter:
         self.notes: list[str] = []
         self.any_folder = False  # whether MONAI's run of the bundle predicts any folder of images
         self.thresholds = [*thresholds_of(trained, model.site or None, say)]  # of findings
-        evaluator = evaluator_of(trained, self.bundle, model.site or None, say)
+        evaluator = evaluator_of(trained, self.bundle, model.site or None)
         self.largest = [*getattr(evaluator, "largest", ())]
         self.monai_network: Any = None  # the `network_def` for MONAI alone
 

@@ -236,7 +236,7 @@ def _of_run(
             f"note: the run in {path} was interrupted: this is round {networks.round} of {run.rounds}"
         )
 
-    evaluator = evaluator_of(networks, bundle, site, say)
+    evaluator = evaluator_of(networks, bundle, site)
     assert isinstance(evaluator, VectorEvaluator | MaskEvaluator | CaseEvaluator)
     # new images have no reference that a loss, or the bundle's metric, could be of
     if isinstance(evaluator, MaskEvaluator | NumberEvaluator):
@@ -273,23 +273,15 @@ def _of_run(
     return _with_rule(predictor, calibration, threshold_site, say)
 
 
-def evaluator_of(
-    networks: RunNetworks, bundle: Problem, site: str | None, say: Print = str
-) -> Evaluator:
-    """Return the evaluator of a model, which keeps the largest components that the run decided to keep.
-
-    That there is no decision is reported: for an interrupted run, or a site's model of the best round.
-    """
+def evaluator_of(networks: RunNetworks, bundle: Problem, site: str | None) -> Evaluator:
+    """Return the evaluator of a model, which keeps the largest components that the run decided to keep."""
     evaluator = bundle.evaluator
     if not (isinstance(evaluator, MaskEvaluator) and evaluator.compares):
         return evaluator
 
-    recorded = _recorded(networks, site, LARGEST_COMPONENT)
-    if {*recorded.values()} <= {None}:
-        say("note: this run has no decision on components of this model: all are kept")
-
-    largest = [name for name, value in recorded.items() if float(value or 0)]
-    return replace(evaluator, compares=False, largest=largest)
+    decided = _recorded(networks, site, LARGEST_COMPONENT).items()
+    largest = [name for name, value in decided if float(value or 0)]
+    return replace(evaluator, largest=largest, compares=False)
 
 
 def _recorded(networks: RunNetworks, site: str | None, key: str) -> dict[str, str | float | None]:

@@ -233,8 +233,8 @@ def _planned(pooled: Fingerprint, memory: float) -> Plan:
     # CT alone has values in a unit, Hounsfield's, that mean the same at every scanner
     if pooled.channels == 1 and [name.upper() for name in pooled.channel_names] == ["CT"]:
         values = pooled.foreground[0]
-        ends = (values.intensity(0.005), values.intensity(0.995))
-        clip = tuple(float(f"{value:.6g}") for value in (*ends, values.mean, values.sd))
+        ends = (values.intensity(0.005), values.intensity(0.995), values.mean, values.sd)
+        clip = tuple(float(f"{value:.6g}") for value in ends)
 
     planned = Plan(
         tuple(spacing.tolist()) * (pooled.kind == "volumes"),
@@ -314,9 +314,7 @@ def _spacing_choice(
         rule += "; of a lognormal distribution, as no cells are told"
     else:
         hidden = max(tally.hidden for tally in (*cases.spacings, *cases.extents))
-        rule += "; known to 4.4 %"
-        if hidden:
-            rule += f", with up to {hidden:.0%} of the cases in suppressed cells"
+        rule += f"; known to 4.4 %, with up to {hidden:.0%} of the cases in suppressed cells"
 
     return Choice(title, spacing, rule, "other spacings at the sites")
 

@@ -332,9 +332,8 @@ def depth_notes(facts: Sequence[PictureFacts]) -> tuple[str, ...]:
         return ()
 
     depth = own_depth(facts)
-    several = len({picture.dtype for picture in facts}) > 1
     notes = []
-    if depth and several:
+    if depth and len({picture.dtype for picture in facts}) > 1:
         notes.append(f"pictures of several depths, each divided by its own: {_depths(facts)}")
 
     sixteen = [picture.largest for picture in facts if picture.dtype == np.uint16]

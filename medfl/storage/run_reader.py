@@ -356,6 +356,6 @@ class RunReader:
         if isinstance(configured, list):
             return configured
 
-        last = (self.summary.get("global") or self.summary).get("last") or {}
-        structures = (last.get("classes") or {}).items()
-        return [name for name, metrics in structures if metrics.get("largest_component")]
+        summary = self.summary.get("global") or self.summary
+        structures = (summary.get("last") or {}).get("classes") or {}
+        return [name for name in structures if structures[name].get("largest_component")]

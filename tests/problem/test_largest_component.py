@@ -186,7 +186,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_global_model_of_a_personal_method_keeps_what_its_scores_keep(
-    shared: Path, capsys: pytest.CaptureFixture[str]
+    shared: Path,
 ) -> None:
     summary = json.loads((shared / "run/summary.json").read_text())
     scores = summary["global"]["last"]
@@ -208,17 +208,3 @@ def test_the_global_model_of_a_personal_method_keeps_what_its_scores_keep(
     for path in (shared / "predicted").rglob("*.png"):
         _, parts = label(np.asarray(Image.open(path)) > 0, np.ones((3, 3)))
         assert parts <= 1
-
-    assert "no decision on components" not in capsys.readouterr().err
-
-
-def test_a_model_without_a_decision_is_said_to_keep_all(
-    shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stopped = tmp_path / "run"
-    shutil.copytree(shared / "run", stopped)
-    (stopped / "summary.json").unlink()
-    image = str(shared / "data/images/p0.png")
-    assert cli.main(["predict", str(stopped), image, "--out", str(tmp_path / "p")]) == 0
-    printed = capsys.readouterr()
-    assert "no decision on components of this model: all are kept" in printed.err + printed.out
