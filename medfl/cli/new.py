@@ -100,7 +100,7 @@ def add(verbs: Any) -> None:
     new.add_switch(
         "--no-plan",
         "volumes: use a small U-Net that trains on a CPU, rather than planning a network for an 8 GB GPU as medfl "
-        "plan does; implied by --network",
+        "plan does, for which each is read once more; implied by --network",
     )
 
 

@@ -13,8 +13,6 @@ from medfl.cli.site import add_pairs, of_folder
 from medfl.core import InputError
 from medfl.storage import require_new_bundle
 
-_MOST_AXES = 3
-
 if TYPE_CHECKING:
     from medfl.data import Fingerprint
 
@@ -77,10 +75,7 @@ def _plan(args: Namespace) -> int:
     sites = _written(args.files) if args.files else _divided(args)
     planned = plan(sites, args.memory, arguments.parse_names(args.channels), args.per_site)
     folder = starter.write(args.out, Survey.of_plan(planned, len(sites)))
-    lines = []
-    for choice in planned.choices:
-        lines.append(f"{choice.choice}: {_shown(choice.value)} ({choice.because})")
-
+    lines = [f"{made.choice}: {_shown(made.value)} ({made.because})" for made in planned.choices]
     lines += [f"note: {note}" for note in planned.differences]
     lines += [f"bundle: {folder}", f"next: medfl site inspect {folder}"]
     return show(args, {"bundle": str(folder), **planned.record()}, lines)
@@ -94,7 +89,7 @@ def _shown(value: object) -> str:
     if not isinstance(value, tuple):
         return str(value)
 
-    is_size = len(value) <= _MOST_AXES and not isinstance(value[0], tuple)
+    is_size = len(value) <= 3 and not isinstance(value[0], tuple)
     return (" x " if is_size else ", ").join(map(_shown, value))
 
 
@@ -119,7 +114,7 @@ def _divided(args: Namespace) -> dict[str, Fingerprint]:
     progress = sys.stderr.isatty()
     empty, cases = of_folder(args, progress)
     count = args.sites
-    if not 1 <= count <= len(cases):
+    if not 0 < count <= len(cases):
         raise InputError(
             f"--sites {count}", f"1 to {len(cases)}, the training cases", "give another number"
         )

@@ -107,7 +107,9 @@ class Tally:
     def length(self, share: float = 0.5) -> float:
         """Return a quantile of lengths; of a lognormal distribution where most cells are hidden."""
         # equal lengths lie in one cell, whose middle is less exact than their mean
-        if self.hidden > 0.5 or self.sd < 1e-4:
+        if self.sd < 1e-4:
+            return float(2**self.mean)
+        if self.hidden > 0.5:
             return float(2 ** (self.mean + self.sd * ndtri(share)))
 
         return float(2 ** (self._cell(share) / OCTAVE))
@@ -311,11 +313,13 @@ def _tally(part: Config, name: str, is_length: bool) -> Tally:
         raise Refused(f"cells of {name} hold more than the count {tally.count}")
 
     # for n numbers the sum of squares is at least the squared sum / n, up to rounding
-    least = tally.total**2 - 2 * abs(tally.total) * tally.count
-    if least > (tally.squares + tally.count) * UNIT * tally.count:
+    if (
+        tally.total**2 - 2 * abs(tally.total) * tally.count
+        > (tally.squares + tally.count) * UNIT * tally.count
+    ):
         raise Refused(f"total and squares of {name} are of no numbers")
 
-    if is_length and abs(tally.total) > 50 * UNIT * tally.count:  # of log2
-        raise Refused(f"total of {name}: a length of 0 or without end")
+    if is_length and tally.squares > 2500 * UNIT * tally.count:  # 50 squared, of log2
+        raise Refused(f"squares of {name}: a length of 0 or without end")
 
     return tally

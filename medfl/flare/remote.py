@@ -52,7 +52,7 @@ def write_fingerprints(
             files.append(folder / f"{name}.json")
             write_json(files[-1], answer.document())
 
-    if len(files) < (least or len(files) + len(reasons)):
+    if len(files) < (least or len(sites)):
         raise RunError("; ".join(reasons))
 
     say(f"next: medfl plan {' '.join(map(str, sorted(files)))} --out FOLDER")

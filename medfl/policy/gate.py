@@ -81,6 +81,8 @@ class Gate:
             )
             if weights:
                 message = Message({**message.tensors, "weights": weights}, message.scalars)
+            elif message.tensors:
+                raise self._refusal("a reply without weights, which are what clip and noise limit")
 
         if rules.has_formal_privacy:
             self._check_uncovered(_without_noise(message, samples))

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import compress
 
 import numpy as np
 from nibabel import orientations
 
 from medfl.core import Array, Document, Floats, InputError, present, printable, tables, terminal
 from medfl.data import Fingerprint, Tally
-from medfl.data.fingerprint import Volume
+from medfl.data.fingerprint import OCTAVE, UNIT, Volume
 from medfl.datasets.readers import pairs, volumes
 from medfl.datasets.readers.mask_values import Classes
 from medfl.policy.suppression import hidden_bins, suppress_counts
@@ -125,9 +126,7 @@ def _of_case(empty: Fingerprint, image: str, mask: str, classes: Classes) -> Fin
     # as nnU-Net measures an image: without the zeros around it
     places = np.argwhere((pixels != 0).any(0))
     sizes = np.ptp(places, axis=0) + 1
-    foreground = pixels[:, target > 0].astype(np.float64)
     counts = np.bincount(target.ravel().astype(int), minlength=len(empty.classes) + 1)
-    class_volumes = _lengths(counts[1:] * spacing.prod())
     return replace(
         empty,
         cases=1,
@@ -135,8 +134,8 @@ def _of_case(empty: Fingerprint, image: str, mask: str, classes: Classes) -> Fin
         sizes=_lengths(sizes),
         spacings=_lengths(spacing),
         extents=_lengths(sizes * spacing),
-        foreground=tuple(map(Tally.of_intensities, foreground)),
-        volumes=dict(zip(empty.classes, class_volumes, strict=True)),
+        foreground=tuple(map(Tally.of_intensities, pixels[:, target > 0].astype(np.float64))),
+        volumes=dict(zip(empty.classes, _lengths(counts[1:] * spacing.prod()), strict=True)),
     )
 
 
@@ -147,11 +146,9 @@ def _lengths(values: Floats) -> tuple[Tally, ...]:
 def _released(pooled: Fingerprint, bins: Sequence[Mapping[int, int]], least: int) -> Fingerprint:
     foreground = []
     for tally, images in zip(pooled.foreground, bins, strict=True):
-        is_hidden = hidden_bins([images[cell] for cell in tally.cells], least)
-        pairs_shown = zip(tally.cells.items(), is_hidden, strict=True)
-        foreground.append(
-            replace(tally, cells=dict(pair for pair, hide in pairs_shown if not hide))
-        )
+        hidden = hidden_bins([images[cell] for cell in tally.cells], least)
+        cells = dict(compress(tally.cells.items(), np.logical_not(hidden)))
+        foreground.append(replace(tally, cells=cells))
 
     present: dict[int, Volume] = {}
     for value, volume in pooled.volumes.items():
@@ -177,14 +174,22 @@ def _released(pooled: Fingerprint, bins: Sequence[Mapping[int, int]], least: int
 
 
 def _shown(tally: Tally, least: int) -> Tally:
+    """Return what may be released of lengths: beside hidden cells mean and sd to 1/8, as exact sums would tell them."""
     cells = _told({str(cell): count for cell, count in tally.cells.items()}, least)
-    return replace(tally, cells={int(cell): count for cell, count in cells.items()})
+    if sum(cells.values()) == tally.count:
+        return tally
+
+    mean = round(tally.mean * OCTAVE)
+    step = UNIT // OCTAVE**2 * tally.count
+    squares = (mean**2 + round(tally.sd * OCTAVE) ** 2) * step
+    return Tally(
+        tally.count, mean * OCTAVE * step, squares, {int(cell): n for cell, n in cells.items()}
+    )
 
 
 def _told(counts: Mapping[str, int], least: int) -> dict[str, int]:
     """Return the cells that may be released; names of other cells would reveal a case."""
-    cells = suppress_counts(counts, least)[0]
-    return present(cells)
+    return present(suppress_counts(counts, least)[0])
 
 
 def text(fingerprint: Fingerprint, least: int, epsilon: float) -> list[str]:
@@ -202,8 +207,9 @@ def text(fingerprint: Fingerprint, least: int, epsilon: float) -> list[str]:
     rows = {"cases": f"{fingerprint.cases}; channels: {fingerprint.channels}"}
     rows["axis orders"] = ", ".join(f"{name} {n}" for name, n in fingerprint.orders.items())
     for name in ("sizes", "spacings", "extents"):
-        tallies = getattr(fingerprint, name)
-        rows[f"median {name}"] = ", ".join(f"{tally.length():.4g}" for tally in tallies)
+        rows[f"median {name}"] = ", ".join(
+            f"{tally.length():.4g}" for tally in getattr(fingerprint, name)
+        )
 
     for index, tally in enumerate(fingerprint.foreground):
         if tally.count:

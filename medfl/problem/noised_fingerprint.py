@@ -40,8 +40,7 @@ def numbers(fingerprint: Fingerprint) -> Floats:
     for tally in fingerprint.foreground:
         means += _moments(tally, *_VALUE)
     for volume in fingerprint.volumes.values():
-        count = volume.count if isinstance(volume, Tally) else 0
-        means.append(count / fingerprint.cases)
+        means.append(getattr(volume, "count", 0) / fingerprint.cases)
 
     return fingerprint.cases * np.clip(means, -1, 1)
 
@@ -72,8 +71,7 @@ def with_noise(empty: Fingerprint, singles: Sequence[Floats], epsilon: float) ->
     for i in axes:
         extents.append(_tally(cases, 0, 1, sizes[i].mean + spacings[i].mean, -1))
 
-    channels = range(empty.channels)
-    foreground = [_tally(cases, *_VALUE, next(means), next(means)) for _ in channels]
+    foreground = [_tally(cases, *_VALUE, next(means), next(means)) for _ in range(empty.channels)]
     volumes = {}
     for value in empty.classes:
         volumes[value] = Tally(max(0, round(next(means) * cases)))
@@ -86,7 +84,5 @@ def with_noise(empty: Fingerprint, singles: Sequence[Floats], epsilon: float) ->
 
 def _tally(cases: int, centre: float, half: float, mean: float, square: float) -> Tally:
     value = centre + half * mean
-    variance = max(0.0, half**2 * ((square + 1) / 2 - mean**2))
-    return Tally(
-        cases, round(value * UNIT) * cases, math.ceil((value**2 + variance) * UNIT) * cases
-    )
+    squares = value**2 + max(0.0, half**2 * ((square + 1) / 2 - mean**2))
+    return Tally(cases, round(value * UNIT) * cases, math.ceil(squares * UNIT) * cases)

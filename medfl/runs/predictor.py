@@ -279,14 +279,16 @@ def evaluator_of(networks: RunNetworks, bundle: Problem, site: str | None) -> Ev
     if not (isinstance(evaluator, MaskEvaluator) and evaluator.compares):
         return evaluator
 
-    recorded = _recorded(networks, site, LARGEST_COMPONENT)
-    largest = [name for name, value in recorded.items() if float(value or 0)]
-    return replace(evaluator, compares=False, largest=largest)
+    decided = _recorded(networks, site, LARGEST_COMPONENT).items()
+    largest = [name for name, value in decided if float(value or 0)]
+    return replace(evaluator, largest=largest, compares=False)
 
 
 def _recorded(networks: RunNetworks, site: str | None, key: str) -> dict[str, str | float | None]:
     """Return what a finished run recorded under a key for each finding or structure, None where it did not."""
-    of_round = (networks.summary.get(networks.which) or {}).get("classes") or {}
+    # in a run judged by personal models, the global one's scores stand apart
+    summary = networks.summary.get("global") or networks.summary
+    of_round = (summary.get(networks.which) or {}).get("classes") or {}
     row: Mapping[str, str] = {}
     # sites.csv is of the last round
     if site and networks.which == "last" and networks.finished:
@@ -361,21 +363,17 @@ def _of_bundle(opened: Inference, path: Path, device: torch.device) -> Predictor
     title = (
         f"bundle {path} ({meta.get('name') or path.name}, version {meta.get('version', 'unknown')})"
     )
-    open_places = opened.config.open_places
-    network = opened.network
-
-    source = str(exported.get("data_source", ""))
     return Predictor(
         title,
         task,
         classes,
-        network,
+        opened.network,
         chain,
-        open_places,
+        opened.config.open_places,
         evaluator,
         device,
         meta,
-        source,
+        str(exported.get("data_source", "")),
         thresholds=thresholds,
     )
 

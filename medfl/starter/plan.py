@@ -94,10 +94,8 @@ class Network:
         filters = np.array(self.filters)
         # per level: two convolutions and their norms down, the same up, the upsampled and the concatenated
         activations = 11 * voxels * filters
-        weights = 0.0
-        for level, kernel in enumerate(self.kernels):
-            weights += 6 * np.prod(kernel) * filters[level] * filters[max(0, level - 1)]
-
+        inputs = np.append(filters[:1], filters[:-1])
+        weights = 6 * (np.prod(self.kernels, axis=1) * filters * inputs).sum()
         largest = 4 * (voxels * filters).max()
         # of each level with a loss, resized to the full size
         scored = 6 * outputs * voxels[0] * len(self.level_weights)
@@ -235,8 +233,8 @@ def _planned(pooled: Fingerprint, memory: float) -> Plan:
     # CT alone has values in a unit, Hounsfield's, that mean the same at every scanner
     if pooled.channels == 1 and [name.upper() for name in pooled.channel_names] == ["CT"]:
         values = pooled.foreground[0]
-        ends = (values.intensity(0.005), values.intensity(0.995))
-        clip = tuple(float(f"{value:.6g}") for value in (*ends, values.mean, values.sd))
+        ends = (values.intensity(0.005), values.intensity(0.995), values.mean, values.sd)
+        clip = tuple(float(f"{value:.6g}") for value in ends)
 
     planned = Plan(
         tuple(spacing.tolist()) * (pooled.kind == "volumes"),
@@ -301,12 +299,8 @@ def _fitted(
                 "give more",
             )
 
-        largest = int(np.where(can_shrink, np.array(patch) / shape, 0).argmax())
-        side = np.array(patch, float)
-        if dims == 2:
-            side -= factors
-        else:
-            side[largest] -= factors[largest]
+        largest = np.where(can_shrink, patch / shape, 0).argmax()
+        side = patch - factors * ((np.arange(dims) == largest) | (dims == 2))
 
 
 def _spacing_choice(
@@ -320,9 +314,7 @@ def _spacing_choice(
         rule += "; of a lognormal distribution, as no cells are told"
     else:
         hidden = max(tally.hidden for tally in (*cases.spacings, *cases.extents))
-        rule += "; known to 4.4 %"
-        if hidden:
-            rule += f", with up to {hidden:.0%} of the cases in suppressed cells"
+        rule += f"; known to 4.4 %, with up to {hidden:.0%} of the cases in suppressed cells"
 
     return Choice(title, spacing, rule, "other spacings at the sites")
 
@@ -337,7 +329,6 @@ def _choices(planned: Plan, shape: Floats, memory: float) -> tuple[Choice, ...]:
 
     median = " x ".join(f"{side:.0f}" for side in shape)
     needed = network.memory(planned.patch, planned.batch_size, len(pooled.classes) + 1) / _GB
-    levels = {"strides": network.strides, "kernels": network.kernels, "filters": network.filters}
     choices += [
         Choice(
             "patch",
@@ -353,7 +344,7 @@ def _choices(planned: Plan, shape: Floats, memory: float) -> tuple[Choice, ...]:
         ),
         Choice(
             "network",
-            levels,
+            asdict(network),
             f"each axis of the patch is halved down to {_LEAST_EDGE} voxels, a coarse one later",
             "another patch or spacing",
         ),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import operator
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence, Set
@@ -686,9 +685,8 @@ def _names_of_values(
 
 def _white_as_one(present: list[Set[int]], as_volumes: bool) -> list[Set[int]]:
     """Replace 255 by 1 in masks with only 0 and 255, or 0 and 1; for volumes some must have the latter."""
-    white = [values <= {0, 255} for values in present]
-    binary = [values <= {0, 1} for values in present]
-    if all(map(operator.or_, white, binary)) and not (as_volumes and all(white)):
+    is_binary = all(values <= {0, 255} or values <= {0, 1} for values in present)
+    if is_binary and not (as_volumes and all(values <= {0, 255} for values in present)):
         return [{min(value, 1) for value in values} for values in present]
 
     return present

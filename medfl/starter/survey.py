@@ -337,17 +337,14 @@ def depth_notes(facts: Sequence[PictureFacts]) -> tuple[str, ...]:
         return ()
 
     depth = own_depth(facts)
-    several = len({picture.dtype for picture in facts}) > 1
     notes = []
-    if depth and several:
+    if depth and len({picture.dtype for picture in facts}) > 1:
         notes.append(f"pictures of several depths, each divided by its own: {_depths(facts)}")
 
-    if depth in DEPTHS[1:-1] or (
-        depth == DEPTHS[0] and any(picture.dtype == np.uint16 for picture in facts)
-    ):
-        most = max(picture.largest for picture in facts if picture.dtype == np.uint16)
+    sixteen = [picture.largest for picture in facts if picture.dtype == np.uint16]
+    if sixteen and depth in DEPTHS[:-1]:
         notes.append(
-            f"pictures of 16 bits with values up to {most:g}: read as 0 to {depth}; brighter ones are refused"
+            f"pictures of 16 bits with values up to {max(sixteen):g}: read as 0 to {depth}; brighter ones are refused"
         )
 
     return tuple(notes)

@@ -351,11 +351,11 @@ class RunReader:
 
     @property
     def largest_components(self) -> list[str]:
-        """The structures of which that model keeps only the largest component; an evaluation's are configured."""
+        """Structures of which the global model keeps only the largest component; an evaluation's are configured."""
         configured = (self.record.get("config") or {}).get("largest_component")
         if isinstance(configured, list):
             return configured
 
-        return [
-            name for name, metrics in self.structures.items() if metrics.get("largest_component")
-        ]
+        summary = self.summary.get("global") or self.summary
+        structures = (summary.get("last") or {}).get("classes") or {}
+        return [name for name in structures if structures[name].get("largest_component")]

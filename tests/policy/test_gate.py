@@ -103,6 +103,18 @@ def test_other_groups_are_neither_clipped_nor_noised() -> None:
     assert bits(out["prototypes"]) == bits(reply["prototypes"])
 
 
+@pytest.mark.parametrize("rules", [{"clip": 1.0}, {"noise": 1.0}, {"clip": 1.0, "noise": 1.0}])
+def test_a_reply_that_they_could_not_limit_is_refused(rules: dict[str, float]) -> None:
+    """The entries of AsymFedAvg are a whole network; a reply of nothing may leave."""
+    entries = Message({"entries": {"w[2]": torch.ones(2)}}, {"samples": 5})
+    with pytest.raises(RunError, match="a reply without weights, which are what clip and noise"):
+        gate(Outbound(**rules)).reply(entries, DOWN, 5)
+
+    nothing = Message({}, {"samples": 5})
+    assert gate(Outbound(**rules)).reply(nothing, DOWN, 5) == nothing
+    assert gate(Outbound()).reply(entries, DOWN, 5) == entries
+
+
 def test_noise_has_its_deviation_around_the_clipped_change() -> None:
     size = 40_000
     base = {"w": torch.full((size,), 5.0, dtype=torch.float64)}

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from scipy.ndimage import label
 from torch import Tensor, nn
 
 from medfl.bundle.bundle import Bundle
@@ -168,3 +169,42 @@ def test_a_sites_own_model_is_judged_alike_at_all_sites(tmp_path: Path) -> None:
         means.append(sum(int(row["cases"]) * float(row["dice"]) for row in of_site) / count)
 
     assert summary["site_models"]["mean"]["dice"] == pytest.approx(sum(means) / len(means))
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of FedBN, which is judged by personal models, of a planned bundle."""
+    root = tmp_path_factory.mktemp("shared")
+    discs(root / "data")
+    where = ["--images", str(root / "data/images"), "--masks", str(root / "data/masks")]
+    planned = ["plan", *where, "--sites", "2", "--memory", "0.5", "--out", str(root / "bundle")]
+    assert cli.main(planned) == 0
+    training = ["--rounds", "2", "--local-epochs", "2", "--batch-size", "2", "--jobs", "1"]
+    command = ["run", str(root / "bundle"), "--method", "fedbn", "--data", str(root / "data")]
+    assert cli.main([*command, *training, "--out", str(root / "run")]) == 0
+    return root
+
+
+def test_the_global_model_of_a_personal_method_keeps_what_its_scores_keep(
+    shared: Path,
+) -> None:
+    summary = json.loads((shared / "run/summary.json").read_text())
+    scores = summary["global"]["last"]
+    assert scores["classes"]["structure"]["largest_component"]
+    out = shared / "evaluated"
+    assert (
+        cli.main(
+            ["evaluate", str(shared / "run"), "--data", str(shared / "data"), "--out", str(out)]
+        )
+        == 0
+    )
+    assert json.loads((out / "summary.json").read_text())["last"]["dice"] == scores["dice"]
+    images = str(shared / "data/images")
+    command = ["predict", str(shared / "run"), images, "--reference", str(shared / "data/masks")]
+    assert cli.main([*command, "--out", str(shared / "predicted")]) == 0
+    assert cli.main(["export", str(shared / "run"), "--out", str(shared / "exported")]) == 0
+    metadata = json.loads((shared / "exported/configs/metadata.json").read_text())
+    assert metadata["medfl"]["largest_components"] == ["structure"]
+    for path in (shared / "predicted").rglob("*.png"):
+        _, parts = label(np.asarray(Image.open(path)) > 0, np.ones((3, 3)))
+        assert parts <= 1

@@ -66,10 +66,7 @@ class Segmentation(Kind):
         if not names:
             return cases
 
-        validated: Mapping[str, Tensor] = {}
-        if validation is not None:
-            validated = validation.values
-
+        validated: Mapping[str, Tensor] = getattr(validation, "values", {})
         values = {}
         for metric, value in cases.values.items():
             if not metric.startswith(LARGEST):
