@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,7 @@ _DTYPES = frozenset(_TYPES.values())
 _ENTRY = {"dtype", "shape", "data_offsets"}
 _FACTOR = 8  # times the largest network
 _FLOOR = 2**28  # bytes that every run may send
+_TENSORS = 2**13
 
 
 @dataclass(frozen=True)
@@ -45,14 +47,18 @@ class MessageLimits:
     Attributes:
         size: bytes of all tensors together.
         header: bytes of a document's header.
-        tensors: number of tensors.
+        tensors: number of tensors, numbers included; methods send less than a tenth of these counts.
+        numbers: of them, those of the group "scalars".
+        groups: of tensors.
         name: characters of a tensor's name, including its group's.
         dimensions: of a tensor.
     """
 
     size: int = _FLOOR
     header: int = 2**24
-    tensors: int = 2**16
+    tensors: int = _TENSORS
+    numbers: int = 1024
+    groups: int = 256
     name: int = 512
     dimensions: int = 8
 
@@ -69,7 +75,7 @@ class MessageLimits:
             size = max(size, sum(tensor.nbytes for tensor in network.values()))
             most = max(most, len(network))
 
-        return cls(size=max(_FLOOR, _FACTOR * size), tensors=max(2**16, _FACTOR * most))
+        return cls(size=max(_FLOOR, _FACTOR * size), tensors=max(_TENSORS, _FACTOR * most))
 
     # A document
 
@@ -102,9 +108,7 @@ class MessageLimits:
         )
         entries = json.loads(data[8 : 8 + length].decode(), object_pairs_hook=_unique)
         _require(isinstance(entries, dict), "its header is no mapping")
-        _require(
-            len(entries) <= self.tensors, f"it has {len(entries)} tensors; at most {self.tensors}"
-        )
+        self._check_counts(entries)
         end = 0
         # A gap could smuggle anything past every check, and an overlap would put one number in two tensors.
         for start, stop in sorted(self._span(name, entry) for name, entry in entries.items()):
@@ -114,6 +118,18 @@ class MessageLimits:
             end = stop
 
         _require(end == room - length, f"its tensors claim {end} bytes; {room - length} are there")
+
+    def _check_counts(self, named: Mapping[Any, Any]) -> None:
+        """Check how many tensors, numbers and groups there are, before anything is made of one."""
+        _require(
+            len(named) <= self.tensors, f"it has {len(named)} tensors; at most {self.tensors}"
+        )
+        groups = Counter(name.partition("/")[0] for name in map(str, named) if "/" in name)
+        numbers = groups["scalars"]
+        _require(numbers <= self.numbers, f"it has {numbers} numbers; at most {self.numbers}")
+        _require(
+            len(groups) <= self.groups, f"it has {len(groups)} groups; at most {self.groups}"
+        )
 
     def _span(self, name: str, entry: object) -> tuple[int, int]:
         """Return the start and end of a tensor, after checking its name, dtype and shape."""
@@ -165,9 +181,7 @@ class MessageLimits:
             RunError: a value is none of these, or they exceed a limit; names the sender.
         """
         try:
-            _require(
-                len(named) <= self.tensors, f"it has {len(named)} tensors; at most {self.tensors}"
-            )
+            self._check_counts(named)
             left = self.size
             tensors = {}
             for name, arrived in named.items():

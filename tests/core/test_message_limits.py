@@ -118,6 +118,32 @@ def test_bytes_and_restored_tensors_are_held_to_the_same_caps(
     Message.decode(message.encode())
 
 
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        ([f"scalars/{i}" for i in range(1025)], "it has 1025 numbers; at most 1024"),
+        ([f"g{i}/a" for i in range(257)], "it has 257 groups; at most 256"),
+        ([f"weights/{i}" for i in range(8193)], "it has 8193 tensors; at most 8192"),
+    ],
+    ids=["numbers", "groups", "tensors"],
+)
+def test_what_is_too_many_is_counted_before_anything_is_made_of_it(
+    names: list[str], text: str
+) -> None:
+    class Unread(dict[str, torch.Tensor]):
+        def items(self) -> Any:
+            raise AssertionError
+
+    named = dict.fromkeys(names, torch.tensor(1.0))
+    with pytest.raises(RunError, match=f"^site 'a': {text}"):
+        MessageLimits().checked(Unread(named), "site 'a'")
+    data = safetensors.torch.save({name: torch.tensor(1.0) for name in names})
+    with pytest.raises(RunError, match=text):
+        Message.decode(data)
+    many = {f"block{i}.weight": torch.zeros(1) for i in range(300)}
+    assert MessageLimits().checked(many, "x").keys() == many.keys(), "names without a group"
+
+
 def test_a_long_header_is_refused() -> None:
     data = document(json.dumps({W: entry()}).encode() + b" " * 400, EIGHT)
     with pytest.raises(RunError, match="its header has 4.. bytes; at most 400"):
