@@ -169,6 +169,7 @@ MANIFEST_FORM: Form = {
         "best": _OBJECT,
         "best_test": _METRICS,
         "best_classes": _OBJECT,
+        "best_sha256": _OPTIONAL_TEXT,
         "bytes_up": Count,
         "bytes_down": Count,
         "seconds": float,
