@@ -121,15 +121,11 @@ class MessageLimits:
 
     def _check_counts(self, named: Mapping[Any, Any]) -> None:
         """Check how many tensors, numbers and groups there are, before anything is made of one."""
-        _require(
-            len(named) <= self.tensors, f"it has {len(named)} tensors; at most {self.tensors}"
-        )
+        _require(len(named) <= self.tensors, f"it has {len(named)} tensors; at most {self.tensors}")
         groups = Counter(name.partition("/")[0] for name in map(str, named) if "/" in name)
         numbers = groups["scalars"]
         _require(numbers <= self.numbers, f"it has {numbers} numbers; at most {self.numbers}")
-        _require(
-            len(groups) <= self.groups, f"it has {len(groups)} groups; at most {self.groups}"
-        )
+        _require(len(groups) <= self.groups, f"it has {len(groups)} groups; at most {self.groups}")
 
     def _span(self, name: str, entry: object) -> tuple[int, int]:
         """Return the start and end of a tensor, after checking its name, dtype and shape."""

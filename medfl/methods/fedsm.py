@@ -30,6 +30,7 @@ from medfl.storage import State
 from medfl.training import Host, Site, fit, one_sample_safe, snapshot, zeros_of
 
 _CLASSIFIERS = tuple(name for name in networks.names() if name not in networks.SEGMENTERS)
+_MOST_SITES = 10_000
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class FedSM(SiteModels, Method):
         _, reply = super().local_update(site, {}, down)
         personal = site.model(down["personal"])
         fit(personal, site)
-        selector = self._selector(personal, int(down.scalars["sites"]))
+        selector = self._selector(personal, _sites(down))
         selector.load_state_dict(dict(down["selector"]))
         moments = self._step(selector, site, down)
         groups = {
@@ -116,10 +117,9 @@ class FedSM(SiteModels, Method):
 
     def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
         """Return w_p for images that the selector assigns to this site, else w_g."""
-        expert = {int(down.scalars["site"]): site.model(down["personal"])}
-        return self._routed(
-            site.model(down["weights"]), expert, down["selector"], int(down.scalars["sites"])
-        )
+        expert = {_number(down): site.model(down["personal"])}
+        w_g = site.model(down["weights"])
+        return self._routed(w_g, expert, down["selector"], _sites(down))
 
     # The selector
 
@@ -155,7 +155,7 @@ class FedSM(SiteModels, Method):
         with stream(site.seed, "selector") as generator:
             # gradients add up over the batches: the step uses their mean over all images
             for x, _ in site.train.batches(site.settings.batch_size, generator):
-                number = torch.full((len(x),), int(down.scalars["site"]), device=site.device)
+                number = torch.full((len(x),), _number(down), device=site.device)
                 with one_sample_safe(selector, x):
                     output = selector(x.to(site.device))
 
@@ -178,6 +178,16 @@ class FedSM(SiteModels, Method):
             moments["square"][name] = optimizer.state[parameter]["exp_avg_sq"]
 
         return moments
+
+
+def _sites(down: Message) -> int:
+    """Return the number of sites, of which the selector has an output each."""
+    return down.whole("sites", 1, _MOST_SITES)
+
+
+def _number(down: Message) -> int:
+    """Return the number of this site."""
+    return down.whole("site", 0, _sites(down) - 1)
 
 
 class SuperModel(nn.Module):

@@ -174,9 +174,11 @@ class Result(ResultTables):
         `predicted_<number>`. Otherwise id, site and the case's metrics.
 
         Raises:
-            InputError: the run has not got that far.
+            InputError: the run has not got that far, or the table is damaged.
         """
-        return [parse_row(row) for _, row in self._prediction_table.rows]
+        table = self._prediction_table
+        KINDS[self.task].read(table, self.classes)  # refuses what no run writes
+        return [parse_row(row) for _, row in table.rows]
 
     @property
     def labels(self) -> Integers:
