@@ -9,6 +9,7 @@ import json
 import os
 import re
 import stat
+import sys
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -25,10 +26,13 @@ Plain = Any
 TABLE_BYTES = 2**29
 TABLE_ROWS = 5_000_000
 TABLE_COLUMNS = 100_000
+TABLE_LINE = 2**24
+"""Bounds of a table; those of bytes hold before anything is made of it."""
 JSON_BYTES = 2**26
 JSON_VALUES = 2_000_000
+JSON_NAMES = 2**18
 JSON_LEVELS = 32
-"""Bounds of a JSON file: a run's record lists the ids of all its images."""
+"""Bounds of a JSON file: a run's record lists the ids of all its images; its names take more time than its values."""
 _LEVELS = 100
 """Maximum folder depth: functions that copy or remove folders recurse for each level."""
 _NUMBER = 64  # characters: no number in a configuration needs more, and YAML takes minutes to read 1:1:1:...
@@ -100,14 +104,21 @@ def decode_text(data: bytes) -> str:
     return text
 
 
-def open_plain(path: Path) -> IO[bytes]:
-    """Open a plain file for reading; OSError for anything else, without blocking on a pipe or device."""
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise OSError(errno.EINVAL, "it is no plain file")
+def open_plain(path: Path, most: int = sys.maxsize) -> IO[bytes]:
+    """Open a plain file of at most `most` bytes for reading, without blocking on a pipe or device.
 
-    return os.fdopen(handle, "rb")
+    Raises:
+        OSError: it cannot be opened, is anything else, or has more bytes: one with holes takes no room on a disk.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    status = os.fstat(handle)
+    if stat.S_ISREG(status.st_mode) and status.st_size <= most:
+        return os.fdopen(handle, "rb")
+
+    os.close(handle)
+    if status.st_size > most:
+        raise OSError(errno.EFBIG, f"it has more than {most} bytes")
+    raise OSError(errno.EINVAL, "it is no plain file")
 
 
 def read_bytes(path: Path, most: int) -> bytes:
@@ -118,12 +129,8 @@ def read_bytes(path: Path, most: int) -> bytes:
             then.
     """
     try:
-        with open_plain(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size > most:
-                raise Refused(f"more than {most} bytes")
-
-            return file.read(size)
+        with open_plain(path, most) as file:
+            return file.read(most)
     except (OSError, ValueError) as error:  # also a name with a null character
         reason = error.strerror if isinstance(error, OSError) else error
         raise Refused(f"it cannot be read: {reason}") from error
@@ -205,6 +212,8 @@ def read_table(
     try:
         data = read_bytes(path, TABLE_BYTES)
         start = beginning(io.BytesIO(data))
+        if max(map(len, io.BytesIO(data)), default=0) > TABLE_LINE:
+            raise Refused(f"a line of more than {TABLE_LINE} bytes; {start}")
         text = data.decode(_CODECS.get(data[:2], "utf-8-sig"))
         if "\0" in text:
             raise Refused(f"it has bytes of 0, as of UTF-16 without its mark; {start}")
@@ -270,7 +279,7 @@ def read_plain(
             if sum(map(text.count, ",[{")) > 4 * nodes:  # before anything is built
                 raise Refused(f"more than {nodes} values or {depth} levels")
             value = json.loads(
-                text, object_pairs_hook=_unique, parse_constant=float if constants else _no_constant,
+                text, object_pairs_hook=_Names().unique, parse_constant=float if constants else _no_constant,
                 parse_int=lambda number: int(_short(number)), parse_float=lambda number: float(_short(number)),
             )  # fmt: skip
         else:
@@ -301,13 +310,23 @@ def override_value(value: Any) -> Any:
         return value
 
 
-def _unique(pairs: list[tuple[str, Plain]]) -> dict[str, Plain]:
-    mapping = {}
-    for key, value in pairs:
-        if key in mapping:
-            raise Refused(f"key {printable(key)!r} twice")
-        mapping[key] = value
-    return mapping
+class _Names:
+    """Counts the names of a document."""
+
+    def __init__(self) -> None:
+        self.left = JSON_NAMES
+
+    def unique(self, pairs: list[tuple[str, Plain]]) -> dict[str, Plain]:
+        self.left -= len(pairs)
+        if self.left < 0:
+            raise Refused(f"more than {JSON_NAMES} names")
+
+        mapping = {}
+        for key, value in pairs:
+            if key in mapping:
+                raise Refused(f"key {printable(key)!r} twice")
+            mapping[key] = value
+        return mapping
 
 
 def _no_constant(name: str) -> float:
