@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from medfl.core.arrays import Array
 from medfl.core.errors import RunError
-from medfl.core.untrusted import visible
+from medfl.core.untrusted import Refused, unique, visible
 
 _TYPES = {
     "F64": torch.float64,
@@ -88,7 +89,7 @@ class MessageLimits:
         """
         try:
             self._check_header(data)
-        except (ValueError, RecursionError) as error:
+        except (Refused, ValueError, RecursionError) as error:
             prefix = f"{sender}: " if sender else ""
             reason = " ".join(str(error).split())[:300]
             raise RunError(
@@ -106,7 +107,10 @@ class MessageLimits:
             room - length <= self.size,
             f"its tensors have {room - length} bytes; at most {self.size}",
         )
-        entries = json.loads(data[8 : 8 + length].decode(), object_pairs_hook=_unique)
+        entries = json.loads(
+            data[8 : 8 + length].decode(),
+            object_pairs_hook=partial(unique, iter(range(9 * self.tensors))),
+        )
         _require(isinstance(entries, dict), "its header is no mapping")
         self._check_counts(entries)
         end = 0
@@ -119,7 +123,7 @@ class MessageLimits:
 
         _require(end == room - length, f"its tensors claim {end} bytes; {room - length} are there")
 
-    def _check_counts(self, named: Mapping[Any, Any]) -> None:
+    def _check_counts(self, named: Collection[object]) -> None:
         """Check how many tensors, numbers and groups there are, before anything is made of one."""
         _require(len(named) <= self.tensors, f"it has {len(named)} tensors; at most {self.tensors}")
         groups = Counter(name.partition("/")[0] for name in map(str, named) if "/" in name)
@@ -248,15 +252,6 @@ def check_bools(name: str, tensor: Tensor) -> None:
 def _require(holds: bool, problem: str) -> None:
     if not holds:
         raise ValueError(problem)
-
-
-def _unique(pairs: Iterable[tuple[str, object]]) -> dict[str, object]:
-    """Return the mapping of a JSON object, refusing a duplicate name."""
-    mapping = {}
-    for name, value in pairs:
-        _require(name not in mapping, f"{name[:80]!r} comes twice")
-        mapping[name] = value
-    return mapping
 
 
 def _are_sizes(values: Any) -> bool:

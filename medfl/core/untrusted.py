@@ -13,6 +13,7 @@ import sys
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path, PurePath
 from typing import IO, Any
@@ -279,7 +280,8 @@ def read_plain(
             if sum(map(text.count, ",[{")) > 4 * nodes:  # before anything is built
                 raise Refused(f"more than {nodes} values or {depth} levels")
             value = json.loads(
-                text, object_pairs_hook=_Names().unique, parse_constant=float if constants else _no_constant,
+                text, object_pairs_hook=partial(unique, iter(range(JSON_NAMES))),
+                parse_constant=float if constants else _no_constant,
                 parse_int=lambda number: int(_short(number)), parse_float=lambda number: float(_short(number)),
             )  # fmt: skip
         else:
@@ -310,23 +312,16 @@ def override_value(value: Any) -> Any:
         return value
 
 
-class _Names:
-    """Counts the names of a document."""
-
-    def __init__(self) -> None:
-        self.left = JSON_NAMES
-
-    def unique(self, pairs: list[tuple[str, Plain]]) -> dict[str, Plain]:
-        self.left -= len(pairs)
-        if self.left < 0:
-            raise Refused(f"more than {JSON_NAMES} names")
-
-        mapping = {}
-        for key, value in pairs:
-            if key in mapping:
-                raise Refused(f"key {printable(key)!r} twice")
-            mapping[key] = value
-        return mapping
+def unique(numbers: Iterator[int], pairs: list[tuple[str, Plain]]) -> dict[str, Plain]:
+    """Return the mapping of a JSON object; Refused for a key that comes twice, or more names than `numbers`."""
+    mapping = {}
+    for key, value in pairs:
+        if key in mapping:
+            raise Refused(f"key {printable(key)!r} twice")
+        if next(numbers, None) is None:
+            raise Refused("too many names")
+        mapping[key] = value
+    return mapping
 
 
 def _no_constant(name: str) -> float:

@@ -34,6 +34,7 @@ from medfl.core import (
     refuse_untrusted_module,
     type_errors,
 )
+from medfl.storage.files import MOST_BYTES
 
 MANIFEST = "manifest.json"
 NEWCOMERS = "newcomers.csv"
@@ -440,13 +441,14 @@ def state_file(folder: Path, name: str) -> Path:
     if not _STATE.fullmatch(name):
         raise damaged(state / MANIFEST, f"names {printable(name)!r}, which is no file of a State")
     if state.is_symlink() or not _is_plain_or_missing(state / name):
-        raise damaged(state / name, "is no plain file of this folder")
+        raise damaged(state / name, "is no plain file of this folder, or larger than memory")
     return state / name
 
 
 def _is_plain_or_missing(path: Path) -> bool:
     try:
-        return stat.S_ISREG(path.lstat().st_mode)
+        status = path.lstat()
+        return stat.S_ISREG(status.st_mode) and status.st_size <= MOST_BYTES
     except OSError as error:
         return isinstance(error, FileNotFoundError)
 

@@ -55,7 +55,7 @@ REFUSED: Mapping[str, tuple[bytes, str]] = {
     "the same bytes twice": (document({W: entry(), "weights/v": entry()}, EIGHT), "overlap"),
     "bytes at the end": (document({W: entry()}, bytes(9)), "claim 8 bytes; 9 are there"),
     "truncated bytes": (document({W: entry()}, bytes(7)), "claim 8 bytes; 7 are there"),
-    "a name twice": (document(f'{{"{W}": {FORM}, "{W}": {FORM}}}'.encode(), EIGHT), "comes twice"),
+    "a name twice": (document(f'{{"{W}": {FORM}, "{W}": {FORM}}}'.encode(), EIGHT), "twice"),
     "no group": (document({"w": entry()}, EIGHT), "'w' is not named group/name"),
     "an empty group": (document({"/w": entry()}, EIGHT), "not named group/name"),
     "metadata": (document({"__metadata__": {"a": "b"}}), "not named group/name"),

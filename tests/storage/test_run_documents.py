@@ -107,7 +107,7 @@ def test_names_are_counted_while_they_are_read(tmp_path: Path) -> None:
     """They take ten times as long as other values; a run has some for each site and each metric of it."""
     path = tmp_path / "run.json"
     path.write_text(json.dumps([{f"k{part}.{i}": 0 for i in range(3000)} for part in range(100)]))
-    with pytest.raises(InputError, match="more than 262144 names"):
+    with pytest.raises(InputError, match="too many names"):
         read_json(path, "a", "b")
 
 
@@ -118,7 +118,7 @@ def test_a_state_larger_than_the_machine_is_not_begun_with(tmp_path: Path) -> No
     os.truncate(file, 2**42)
     with pytest.raises(RunError, match=r"000003-server\.safetensors: .*more than [0-9]+ bytes"):
         load_state(file)
-    with pytest.raises(InputError, match=r"000003-server\.safetensors: it has more than"):
+    with pytest.raises(InputError, match=r"000003-server\.safetensors is .* larger than memory"):
         verified_manifest(RunFolder(folder.path))
 
 
