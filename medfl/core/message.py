@@ -5,7 +5,6 @@ Encoded as safetensors, so that nothing received is ever executed or unpickled, 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -15,7 +14,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from medfl.core.errors import RunError, errors_safe_to_send
+from medfl.core.errors import RunError
 from medfl.core.mappings import map_values
 from medfl.core.message_limits import MessageLimits, check_bools
 
@@ -74,21 +73,6 @@ class Message:
         """Pickle with plain dicts for worker processes: a read-only mapping does not pickle."""
         tensors = map_values(dict, self.tensors)
         return Message, (tensors, dict(self.scalars))
-
-    def whole(self, name: str, least: int, most: int) -> int:
-        """Return a number that counts something, from the other machine.
-
-        Raises:
-            RunError: it is missing, not whole, or out of its range.
-        """
-        number = self.scalars.get(name, math.nan)
-        if not (least <= number <= most and number == int(number)):
-            with errors_safe_to_send():
-                raise RunError(
-                    f"the server's {name!r} is {number:g}; a whole number, {least} to {most}"
-                )
-
-        return int(number)
 
     def flat(self) -> Tensors:
         """Return `group/name -> tensor`; numbers become float64 tensors of shape () named `scalars/<name>`."""

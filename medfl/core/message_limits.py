@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,7 +36,6 @@ _DTYPES = frozenset(_TYPES.values())
 _ENTRY = {"dtype", "shape", "data_offsets"}
 _FACTOR = 8  # times the largest network
 _FLOOR = 2**28  # bytes that every run may send
-_TENSORS = 2**13
 
 
 @dataclass(frozen=True)
@@ -50,16 +47,14 @@ class MessageLimits:
         header: bytes of a document's header.
         tensors: number of tensors, numbers included; methods send less than a tenth of these counts.
         numbers: of them, those of the group "scalars".
-        groups: of tensors.
         name: characters of a tensor's name, including its group's.
         dimensions: of a tensor.
     """
 
     size: int = _FLOOR
     header: int = 2**24
-    tensors: int = _TENSORS
+    tensors: int = 2**13
     numbers: int = 1024
-    groups: int = 256
     name: int = 512
     dimensions: int = 8
 
@@ -76,7 +71,7 @@ class MessageLimits:
             size = max(size, sum(tensor.nbytes for tensor in network.values()))
             most = max(most, len(network))
 
-        return cls(size=max(_FLOOR, _FACTOR * size), tensors=max(_TENSORS, _FACTOR * most))
+        return cls(size=max(_FLOOR, _FACTOR * size), tensors=max(2**13, _FACTOR * most))
 
     # A document
 
@@ -109,7 +104,7 @@ class MessageLimits:
         )
         entries = json.loads(
             data[8 : 8 + length].decode(),
-            object_pairs_hook=partial(unique, iter(range(9 * self.tensors))),
+            object_pairs_hook=unique(self.header),
         )
         _require(isinstance(entries, dict), "its header is no mapping")
         self._check_counts(entries)
@@ -124,12 +119,10 @@ class MessageLimits:
         _require(end == room - length, f"its tensors claim {end} bytes; {room - length} are there")
 
     def _check_counts(self, named: Collection[object]) -> None:
-        """Check how many tensors, numbers and groups there are, before anything is made of one."""
+        """Check how many tensors and numbers there are, before anything is made of one."""
         _require(len(named) <= self.tensors, f"it has {len(named)} tensors; at most {self.tensors}")
-        groups = Counter(name.partition("/")[0] for name in map(str, named) if "/" in name)
-        numbers = groups["scalars"]
+        numbers = sum(str(name).startswith("scalars/") for name in named)
         _require(numbers <= self.numbers, f"it has {numbers} numbers; at most {self.numbers}")
-        _require(len(groups) <= self.groups, f"it has {len(groups)} groups; at most {self.groups}")
 
     def _span(self, name: str, entry: object) -> tuple[int, int]:
         """Return the start and end of a tensor, after checking its name, dtype and shape."""

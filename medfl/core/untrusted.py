@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import errno
 import io
 import json
 import os
@@ -13,14 +12,13 @@ import sys
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from itertools import islice
 from pathlib import Path, PurePath
 from typing import IO, Any
 
 import yaml
 
-from medfl.core.errors import InputError, beginning
+from medfl.core.errors import InputError, beginning, reason
 
 Plain = Any
 """None, bool, int, float, str, date, and lists and dicts of them."""
@@ -117,9 +115,7 @@ def open_plain(path: Path, most: int = sys.maxsize) -> IO[bytes]:
         return os.fdopen(handle, "rb")
 
     os.close(handle)
-    if status.st_size > most:
-        raise OSError(errno.EFBIG, f"it has more than {most} bytes")
-    raise OSError(errno.EINVAL, "it is no plain file")
+    raise OSError(f"it is no plain file of at most {most} bytes")
 
 
 def read_bytes(path: Path, most: int) -> bytes:
@@ -133,8 +129,7 @@ def read_bytes(path: Path, most: int) -> bytes:
         with open_plain(path, most) as file:
             return file.read(most)
     except (OSError, ValueError) as error:  # also a name with a null character
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise Refused(f"it cannot be read: {reason}") from error
+        raise Refused(f"it cannot be read: {reason(error)}") from error
 
 
 def folders_below(
@@ -182,8 +177,12 @@ def read_json_bytes(data: bytes) -> Plain:
     """Return the values of a JSON document as written by Python: numbers may be NaN or infinite.
 
     Raises:
-        Refused: it is not JSON, or exceeds `JSON_VALUES` or `JSON_LEVELS`.
+        Refused: it is not JSON, or exceeds a bound.
     """
+    # before parsing, which takes many times its memory
+    if len(data) > JSON_BYTES:
+        raise Refused(f"more than {JSON_BYTES} bytes")
+
     return read_plain(
         decode_text(data), is_json=True, nodes=JSON_VALUES, depth=JSON_LEVELS, constants=True
     )
@@ -280,7 +279,7 @@ def read_plain(
             if sum(map(text.count, ",[{")) > 4 * nodes:  # before anything is built
                 raise Refused(f"more than {nodes} values or {depth} levels")
             value = json.loads(
-                text, object_pairs_hook=partial(unique, iter(range(JSON_NAMES))),
+                text, object_pairs_hook=unique(JSON_NAMES),
                 parse_constant=float if constants else _no_constant,
                 parse_int=lambda number: int(_short(number)), parse_float=lambda number: float(_short(number)),
             )  # fmt: skip
@@ -312,15 +311,20 @@ def override_value(value: Any) -> Any:
         return value
 
 
-def unique(numbers: Iterator[int], pairs: list[tuple[str, Plain]]) -> dict[str, Plain]:
-    """Return the mapping of a JSON object; Refused for a key that comes twice, or more names than `numbers`."""
-    mapping = {}
-    for key, value in pairs:
-        if key in mapping:
-            raise Refused(f"key {printable(key)!r} twice")
-        if next(numbers, None) is None:
-            raise Refused("too many names")
-        mapping[key] = value
+def unique(most: int) -> Callable[[list[tuple[str, Plain]]], dict[str, Plain]]:
+    """Return what makes JSON's mappings, and refuses a key that comes twice, or more than `most` in a document."""
+    left = iter(range(most))
+
+    def mapping(pairs: list[tuple[str, Plain]]) -> dict[str, Plain]:
+        made = {}
+        for key, value in pairs:
+            if key in made:
+                raise Refused(f"key {printable(key)!r} twice")
+            if next(left, None) is None:
+                raise Refused("too many names")
+            made[key] = value
+        return made
+
     return mapping
 
 

@@ -104,7 +104,7 @@ class FedSM(SiteModels, Method):
         _, reply = super().local_update(site, {}, down)
         personal = site.model(down["personal"])
         fit(personal, site)
-        selector = self._selector(personal, _sites(down))
+        selector = self._selector(personal, int(down.scalars["sites"]))
         selector.load_state_dict(dict(down["selector"]))
         moments = self._step(selector, site, down)
         groups = {
@@ -117,21 +117,23 @@ class FedSM(SiteModels, Method):
 
     def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
         """Return w_p for images that the selector assigns to this site, else w_g."""
-        expert = {_number(down): site.model(down["personal"])}
-        w_g = site.model(down["weights"])
-        return self._routed(w_g, expert, down["selector"], _sites(down))
+        expert = {int(down.scalars["site"]): site.model(down["personal"])}
+        return self._routed(
+            site.model(down["weights"]), expert, down["selector"], int(down.scalars["sites"])
+        )
 
     # The selector
 
     def _selector(self, network: nn.Module, sites: int) -> nn.Module:
         """Build a selector of what enters this network."""
-        # one output alone would have nothing to tell apart, hence two at least
+        # one output alone would have nothing to tell apart, hence two at least; a server may say any number
+        sites = min(max(2, sites), _MOST_SITES)
         kinds = (nn.Linear, nn.Conv2d, nn.Conv3d)
         first = next((module for module in network.modules() if isinstance(module, kinds)), None)
         device = next(network.parameters()).device
         if isinstance(first, nn.Conv2d | nn.Conv3d):
             dims = 3 if isinstance(first, nn.Conv3d) else 2
-            return networks.build(self.selector, first.in_channels, max(2, sites), dims).to(device)
+            return networks.build(self.selector, first.in_channels, sites, dims).to(device)
 
         if first is None:
             raise InputError(
@@ -140,7 +142,7 @@ class FedSM(SiteModels, Method):
                 "use such a network",
             )
 
-        return nn.Linear(first.in_features, max(2, sites), dtype=first.weight.dtype, device=device)
+        return nn.Linear(first.in_features, sites, dtype=first.weight.dtype, device=device)
 
     def _routed(
         self, w_g: nn.Module, experts: Mapping[int, nn.Module], weights: Weights, sites: int
@@ -155,10 +157,12 @@ class FedSM(SiteModels, Method):
         with stream(site.seed, "selector") as generator:
             # gradients add up over the batches: the step uses their mean over all images
             for x, _ in site.train.batches(site.settings.batch_size, generator):
-                number = torch.full((len(x),), _number(down), device=site.device)
                 with one_sample_safe(selector, x):
                     output = selector(x.to(site.device))
 
+                # an IndexError where there is no such site: on a GPU the process would end
+                place = range(output.shape[1])[int(down.scalars["site"])]
+                number = torch.full((len(x),), place, device=site.device)
                 loss = cross_entropy(output, number, reduction="sum") / site.num_samples
                 loss.backward()  # type: ignore[no-untyped-call]
 
@@ -178,16 +182,6 @@ class FedSM(SiteModels, Method):
             moments["square"][name] = optimizer.state[parameter]["exp_avg_sq"]
 
         return moments
-
-
-def _sites(down: Message) -> int:
-    """Return the number of sites, of which the selector has an output each."""
-    return down.whole("sites", 1, _MOST_SITES)
-
-
-def _number(down: Message) -> int:
-    """Return the number of this site."""
-    return down.whole("site", 0, _sites(down) - 1)
 
 
 class SuperModel(nn.Module):

@@ -15,7 +15,6 @@ their site.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -108,7 +107,8 @@ class L2GD(Method):
 
     def train(self, model: nn.Module, site: Site, state: State, down: Message) -> FitReport:
         """Train for as many iterations as the coin says."""
-        iterations = self._tossed(down, "iterations", self.coin)
+        # a coin that says more, with probability exp(-36), is no coin: a server cannot have a site train for ever
+        iterations = int(min(down.scalars.get("iterations", 1), 36 / (self.coin or 36)))
         return fit(model, site.for_epochs(site.settings.epochs * iterations))
 
     def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
@@ -118,21 +118,13 @@ class L2GD(Method):
     def _averaged(self, state: State, down: Message) -> Weights:
         """Return w_i + (1 - (1 - theta)^a) (m - w_i) after a averaging steps; counters are unchanged."""
         # A step leaves 1 - theta of the distance to m, and m unchanged.
-        part = 1 - (1 - self.theta) ** self._tossed(down, "averagings", 1 - self.coin)
+        part = 1 - (1 - self.theta) ** int(down.scalars.get("averagings", 1))
         averaged = dict(state["weights"])
         for name, m in down["weights"].items():
             if part and m.is_floating_point():
                 averaged[name] = torch.lerp(averaged[name], m.to(averaged[name].device), part)
 
         return averaged
-
-    def _tossed(self, down: Message, name: str, end: float) -> int:
-        """Return how many steps the coin gave, each the last with probability `end`."""
-        if not self.coin:
-            return 1
-
-        # more than these come with probability exp(-36): the server tossed no coin
-        return down.whole(name, 1, math.ceil(36 / end))
 
 
 def _run(again: float, generator: torch.Generator) -> int:

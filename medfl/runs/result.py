@@ -27,7 +27,7 @@ from medfl.core import (
 from medfl.data import Prepared, Shard
 from medfl.evaluation import Cases, ClassEvaluator, metrics
 from medfl.problem.tasks import KINDS
-from medfl.problem.tasks.kind import Examined, probabilities_in
+from medfl.problem.tasks.kind import Examined
 from medfl.report import activation_maps, write_report
 from medfl.runs import subgroups
 from medfl.runs.networks_of_run import RunNetworks
@@ -176,21 +176,24 @@ class Result(ResultTables):
         Raises:
             InputError: the run has not got that far, or the table is damaged.
         """
-        table = self._prediction_table
-        KINDS[self.task].read(table, self.classes)  # refuses what no run writes
-        return [parse_row(row) for _, row in table.rows]
+        assert self._outcomes is not None, "a table that no run writes is refused"
+        return [parse_row(row) for _, row in self._prediction_table.rows]
 
     @property
     def labels(self) -> Integers:
         """The reference classes of the predictions, (N,)."""
         self._require_classification("labels")
-        return KINDS[self.task].read(self._prediction_table, self.classes).array("label")
+        return self._outcomes.array("label")
 
     @property
     def probabilities(self) -> Floats:
         """The predicted probabilities, (N, K), rows and columns in the order of predictions and classes."""
         self._require_classification("probabilities")
-        return probabilities_in(self._prediction_table, self.classes)
+        return self._outcomes.array("probabilities")
+
+    @property
+    def _outcomes(self) -> Cases:
+        return KINDS[self.task].read(self._prediction_table, self.classes)
 
     @property
     def _prediction_table(self) -> Table:

@@ -141,25 +141,19 @@ class MessageRules:
             RunError: they are not all that leave a site, or not finite; names the site and the tensor.
         """
         weights = self.limits.checked(arrived, self._sender_of_broadcast)
+        self._check_same_names(weights)
         for name, tensor in weights.items():
             self._check_finite(f"weights/{name}", tensor)
-            if name not in self.leaves:
-                continue  # refused below, with all other unknown names
-
             dtype = self.leaves[name][1]
             if tensor.is_floating_point() and dtype != tensor.dtype:
-                if dtype.is_floating_point:
-                    average = tensor
-                else:
-                    average = tensor.round()
+                if not dtype.is_floating_point:
+                    tensor = tensor.round()
 
-                weights[name] = average.to(dtype)
+                weights[name] = tensor.to(dtype)
                 # a number too large for a smaller type becomes infinite
                 self._check_finite(f"weights/{name}", weights[name])
 
-        self._check_same_names(weights)
-        for name, tensor in weights.items():
-            self._check_form(self._sender_of_broadcast, "weights", name, tensor)
+            self._check_form(self._sender_of_broadcast, "weights", name, weights[name])
 
         return Message({"weights": weights})
 

@@ -206,7 +206,6 @@ _STATE = re.compile(
 _AS_WRITTEN = "a file of a run folder as medfl wrote it", "restore the file, or repeat the run"
 _PROTOCOL = 2**20  # bytes of a bundle's federated.yaml
 _CODES = 1000  # of a record, each of which is looked for there
-_LINE = 2**26  # bytes of a line of rounds.jsonl
 _ROUNDS_FILE = 2**30  # bytes of all of it
 
 
@@ -358,9 +357,6 @@ def _apart(value: Config) -> tuple[Document, list[object]]:
 def read_round(path: Path, line: bytes, number: int) -> Document:
     """Return the entries of a line of rounds.jsonl; InputError, with file and number, if it is invalid."""
     try:
-        # Before parsing, which takes many times its memory.
-        if len(line) > _LINE:
-            raise Refused(f"more than {_LINE} bytes")
         document = read_json_bytes(line)
     except Refused as error:
         raise damaged(path, f"line {number}: {error}") from None

@@ -116,7 +116,7 @@ def test_a_state_larger_than_the_machine_is_not_begun_with(tmp_path: Path) -> No
     folder = made(tmp_path / "run")
     file = folder.state / "000003-server.safetensors"
     os.truncate(file, 2**42)
-    with pytest.raises(RunError, match=r"000003-server\.safetensors: .*more than [0-9]+ bytes"):
+    with pytest.raises(RunError, match=r"000003-server\.safetensors: .*of at most [0-9]+ bytes"):
         load_state(file)
     with pytest.raises(InputError, match=r"000003-server\.safetensors is .* larger than memory"):
         verified_manifest(RunFolder(folder.path))
@@ -138,7 +138,7 @@ def test_what_is_no_plain_file_is_not_waited_for(tmp_path: Path) -> None:
     for path, why in (
         (pipe, "plain"),
         (folder, "plain"),
-        (large, "more than"),
+        (large, "of at most 1048576 bytes"),
         (tmp_path / "none", "No such file"),
     ):
         with pytest.raises(Refused, match=why):

@@ -364,8 +364,7 @@ class Scoring:
         summary |= self.undefined_lines(lines)
         if self.record["best"]:
             # of what the run wrote: the file may have been changed since
-            best_file = self.folder.path / "best.safetensors"
-            summary["best_sha256"] = self.record.get("best_sha256") or file_sha256(best_file)
+            summary["best_sha256"] = self.record.get("best_sha256")
 
         columns: dict[str, Document] = {}
         models = (("received", received, global_by_site), ("personal", personal, personal_by_site))
