@@ -46,7 +46,6 @@ class MessageLimits:
         size: bytes of all tensors together.
         header: bytes of a document's header.
         tensors: number of tensors, numbers included; methods send less than a tenth of these counts.
-        numbers: of them, those of the group "scalars".
         name: characters of a tensor's name, including its group's.
         dimensions: of a tensor.
     """
@@ -54,7 +53,6 @@ class MessageLimits:
     size: int = _FLOOR
     header: int = 2**24
     tensors: int = 2**13
-    numbers: int = 1024
     name: int = 512
     dimensions: int = 8
 
@@ -122,7 +120,7 @@ class MessageLimits:
         """Check how many tensors and numbers there are, before anything is made of one."""
         _require(len(named) <= self.tensors, f"it has {len(named)} tensors; at most {self.tensors}")
         numbers = sum(str(name).startswith("scalars/") for name in named)
-        _require(numbers <= self.numbers, f"it has {numbers} numbers; at most {self.numbers}")
+        _require(numbers <= 1024, f"it has {numbers} numbers; at most 1024")
 
     def _span(self, name: str, entry: object) -> tuple[int, int]:
         """Return the start and end of a tensor, after checking its name, dtype and shape."""

@@ -25,13 +25,10 @@ Plain = Any
 TABLE_BYTES = 2**29
 TABLE_ROWS = 5_000_000
 TABLE_COLUMNS = 100_000
-TABLE_LINE = 2**24
-"""Bounds of a table; those of bytes hold before anything is made of it."""
 JSON_BYTES = 2**26
 JSON_VALUES = 2_000_000
-JSON_NAMES = 2**18
 JSON_LEVELS = 32
-"""Bounds of a JSON file: a run's record lists the ids of all its images; its names take more time than its values."""
+"""Bounds of a JSON file, which has 262,144 names besides: a run's record lists the ids of all its images."""
 _LEVELS = 100
 """Maximum folder depth: functions that copy or remove folders recurse for each level."""
 _NUMBER = 64  # characters: no number in a configuration needs more, and YAML takes minutes to read 1:1:1:...
@@ -127,7 +124,7 @@ def read_bytes(path: Path, most: int) -> bytes:
     """
     try:
         with open_plain(path, most) as file:
-            return file.read(most)
+            return file.read(os.fstat(file.fileno()).st_size)
     except (OSError, ValueError) as error:  # also a name with a null character
         raise Refused(f"it cannot be read: {reason(error)}") from error
 
@@ -212,8 +209,8 @@ def read_table(
     try:
         data = read_bytes(path, TABLE_BYTES)
         start = beginning(io.BytesIO(data))
-        if max(map(len, io.BytesIO(data)), default=0) > TABLE_LINE:
-            raise Refused(f"a line of more than {TABLE_LINE} bytes; {start}")
+        if max(map(len, io.BytesIO(data)), default=0) > 2**24:
+            raise Refused(f"a line of more than 16 MiB; {start}")
         text = data.decode(_CODECS.get(data[:2], "utf-8-sig"))
         if "\0" in text:
             raise Refused(f"it has bytes of 0, as of UTF-16 without its mark; {start}")
@@ -279,7 +276,7 @@ def read_plain(
             if sum(map(text.count, ",[{")) > 4 * nodes:  # before anything is built
                 raise Refused(f"more than {nodes} values or {depth} levels")
             value = json.loads(
-                text, object_pairs_hook=unique(JSON_NAMES),
+                text, object_pairs_hook=unique(2**18),
                 parse_constant=float if constants else _no_constant,
                 parse_int=lambda number: int(_short(number)), parse_float=lambda number: float(_short(number)),
             )  # fmt: skip

@@ -161,8 +161,9 @@ class FedSM(SiteModels, Method):
                     output = selector(x.to(site.device))
 
                 # an IndexError where there is no such site: on a GPU the process would end
-                place = range(output.shape[1])[int(down.scalars["site"])]
-                number = torch.full((len(x),), place, device=site.device)
+                number = torch.full(
+                    (len(x),), range(output.shape[1])[int(down.scalars["site"])], device=site.device
+                )
                 loss = cross_entropy(output, number, reduction="sum") / site.num_samples
                 loss.backward()  # type: ignore[no-untyped-call]
 

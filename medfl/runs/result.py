@@ -22,12 +22,13 @@ from medfl.core import (
     Run,
     check_arguments,
     map_values,
+    not_among,
     pick_known,
 )
 from medfl.data import Prepared, Shard
 from medfl.evaluation import Cases, ClassEvaluator, metrics
 from medfl.problem.tasks import KINDS
-from medfl.problem.tasks.kind import Examined
+from medfl.problem.tasks.kind import Examined, probabilities_in
 from medfl.report import activation_maps, write_report
 from medfl.runs import subgroups
 from medfl.runs.networks_of_run import RunNetworks
@@ -176,24 +177,22 @@ class Result(ResultTables):
         Raises:
             InputError: the run has not got that far, or the table is damaged.
         """
-        assert self._outcomes is not None, "a table that no run writes is refused"
+        if self.task == "classification":
+            _ = (self.labels, self.probabilities)  # refuse a table that no run writes
+
         return [parse_row(row) for _, row in self._prediction_table.rows]
 
     @property
     def labels(self) -> Integers:
         """The reference classes of the predictions, (N,)."""
         self._require_classification("labels")
-        return self._outcomes.array("label")
+        return KINDS[self.task].read(self._prediction_table, self.classes).array("label")
 
     @property
     def probabilities(self) -> Floats:
         """The predicted probabilities, (N, K), rows and columns in the order of predictions and classes."""
         self._require_classification("probabilities")
-        return self._outcomes.array("probabilities")
-
-    @property
-    def _outcomes(self) -> Cases:
-        return KINDS[self.task].read(self._prediction_table, self.classes)
+        return probabilities_in(self._prediction_table, self.classes)
 
     @property
     def _prediction_table(self) -> Table:
@@ -522,4 +521,9 @@ def _shard(prepared: Prepared, ids: Sequence[str] | None) -> Shard:
         return Shard.of(prepared, places)
 
     place_of = dict(zip(prepared.ids(places), places, strict=True))
+    if gone := not_among(ids, place_of):
+        raise InputError(
+            f"image {gone[0]!r:.60} of the run", "its data have none", "restore its run.json"
+        )
+
     return Shard.of(prepared, [place_of[ident] for ident in ids])

@@ -361,9 +361,7 @@ def read_round(path: Path, line: bytes, number: int) -> Document:
     except Refused as error:
         raise damaged(path, f"line {number}: {error}") from None
 
-    if not isinstance(document, dict) or "round" not in document:
-        raise damaged(path, f"line {number} is without a round number")
-    return checked(path, document, ROUND)
+    return checked(path.with_name(f"{path.name}: line {number}"), document, ROUND, ("round",))
 
 
 def round_lines(path: Path) -> list[bytes]:

@@ -422,6 +422,16 @@ def test_a_table_without_a_class_s_probabilities_is_refused(
     run: Result, tmp_path: Path, change: Callable[[list[str]], list[str]]
 ) -> None:
     other = columns(run, tmp_path / "a", change)
-    for ask in (lambda: other.predictions, lambda: other.subgroups("site"), other.report):
+    for ask in (lambda: other.predictions, lambda: other.subgroups("site")):
         with pytest.raises(InputError, match=r"predictions\.csv has no number in column p_"):
             ask()
+
+
+def test_a_record_that_gives_a_site_an_image_of_another_section_is_told(
+    run: Result, tmp_path: Path
+) -> None:
+    sites = json.loads((run.path / "run.json").read_text())["partition"]
+    sites["sites"]["site-1"]["test"][0] = sites["sites"]["site-1"]["train"][0]
+    other = load_run(edited(run, tmp_path / "a", "run.json", partition=sites))
+    with pytest.raises(InputError, match=r"image '[^']+' of the run; its data have none"):
+        other.predict(section="test", site="site-1")

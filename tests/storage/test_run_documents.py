@@ -125,7 +125,7 @@ def test_a_state_larger_than_the_machine_is_not_begun_with(tmp_path: Path) -> No
 def test_a_line_of_a_table_is_measured_before_the_table_is_read(tmp_path: Path) -> None:
     path = tmp_path / "sites.csv"
     path.write_bytes(b"site,a\nx," + b"y" * 2**24 + b"\n")
-    with pytest.raises(InputError, match="a line of more than 16777216 bytes"):
+    with pytest.raises(InputError, match="a line of more than 16 MiB"):
         read_rows(path)
 
 
