@@ -313,14 +313,14 @@ def unique(most: int) -> Callable[[list[tuple[str, Plain]]], dict[str, Plain]]:
     left = iter(range(most))
 
     def mapping(pairs: list[tuple[str, Plain]]) -> dict[str, Plain]:
-        made = {}
+        entries = {}
         for key, value in pairs:
-            if key in made:
+            if key in entries:
                 raise Refused(f"key {printable(key)!r} twice")
             if next(left, None) is None:
                 raise Refused("too many names")
-            made[key] = value
-        return made
+            entries[key] = value
+        return entries
 
     return mapping
 
