@@ -35,7 +35,7 @@ _TYPES = {
 _DTYPES = frozenset(_TYPES.values())
 _ENTRY = {"dtype", "shape", "data_offsets"}
 _FACTOR = 8  # times the largest network
-_FLOOR = 2**28  # bytes that every run may send
+_FLOOR = 268_435_456  # bytes, 256 MiB, that every run may send
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class MessageLimits:
 
     size: int = _FLOOR
     header: int = 2**24
-    tensors: int = 2**13
+    tensors: int = 8192
     name: int = 512
     dimensions: int = 8
 
@@ -69,7 +69,7 @@ class MessageLimits:
             size = max(size, sum(tensor.nbytes for tensor in network.values()))
             most = max(most, len(network))
 
-        return cls(size=max(_FLOOR, _FACTOR * size), tensors=max(2**13, _FACTOR * most))
+        return cls(size=max(_FLOOR, _FACTOR * size), tensors=max(8192, _FACTOR * most))
 
     # A document
 
@@ -219,7 +219,8 @@ def _size(name: str, value: Any) -> int:
 
 def _tensor(name: str, value: Tensor | Array) -> Tensor:
     if isinstance(value, Tensor):
-        tensor = value.detach()
+        # raises where the storage was freed or shortened: to read such a tensor ends the process
+        tensor = value.detach().as_strided(value.shape, value.stride())
     else:
         # Tensors do not support some NumPy types, nor the other byte order.
         try:

@@ -209,7 +209,7 @@ def read_table(
     try:
         data = read_bytes(path, TABLE_BYTES)
         start = beginning(io.BytesIO(data))
-        if max(map(len, io.BytesIO(data)), default=0) > 2**24:
+        if max(map(len, io.BytesIO(data)), default=0) > 16_777_216:
             raise Refused(f"a line of more than 16 MiB; {start}")
         text = data.decode(_CODECS.get(data[:2], "utf-8-sig"))
         if "\0" in text:
@@ -276,7 +276,7 @@ def read_plain(
             if sum(map(text.count, ",[{")) > 4 * nodes:  # before anything is built
                 raise Refused(f"more than {nodes} values or {depth} levels")
             value = json.loads(
-                text, object_pairs_hook=unique(2**18),
+                text, object_pairs_hook=unique(262_144),
                 parse_constant=float if constants else _no_constant,
                 parse_int=lambda number: int(_short(number)), parse_float=lambda number: float(_short(number)),
             )  # fmt: skip

@@ -30,7 +30,6 @@ from medfl.storage import State
 from medfl.training import Host, Site, fit, one_sample_safe, snapshot, zeros_of
 
 _CLASSIFIERS = tuple(name for name in networks.names() if name not in networks.SEGMENTERS)
-_MOST_SITES = 10_000
 
 
 @dataclass(frozen=True)
@@ -127,7 +126,7 @@ class FedSM(SiteModels, Method):
     def _selector(self, network: nn.Module, sites: int) -> nn.Module:
         """Build a selector of what enters this network."""
         # one output alone would have nothing to tell apart, hence two at least; a server may say any number
-        sites = min(max(2, sites), _MOST_SITES)
+        sites = min(max(2, sites), 10_000)
         kinds = (nn.Linear, nn.Conv2d, nn.Conv3d)
         first = next((module for module in network.modules() if isinstance(module, kinds)), None)
         device = next(network.parameters()).device

@@ -143,6 +143,14 @@ def test_what_is_too_many_is_counted_before_anything_is_made_of_it(
     assert MessageLimits().checked(many, "x").keys() == many.keys(), "names without a group"
 
 
+@pytest.mark.parametrize("size", [0, 4])
+def test_a_tensor_without_its_storage_does_not_end_the_process(size: int) -> None:
+    value = torch.ones(1000)
+    value.untyped_storage().resize_(size)
+    with pytest.raises(RunError, match="^site 'a': reading it raises RuntimeError"):
+        MessageLimits().checked({"weights/w": value}, "site 'a'")
+
+
 def test_a_long_header_is_refused() -> None:
     data = document(json.dumps({W: entry()}).encode() + b" " * 400, EIGHT)
     with pytest.raises(RunError, match="its header has 4.. bytes; at most 400"):
