@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from medfl.core.arrays import Array
 from medfl.core.errors import RunError
-from medfl.core.untrusted import visible
+from medfl.core.untrusted import Refused, unique, visible
 
 _TYPES = {
     "F64": torch.float64,
@@ -35,7 +35,7 @@ _TYPES = {
 _DTYPES = frozenset(_TYPES.values())
 _ENTRY = {"dtype", "shape", "data_offsets"}
 _FACTOR = 8  # times the largest network
-_FLOOR = 2**28  # bytes that every run may send
+_FLOOR = 268_435_456  # bytes, 256 MiB, that every run may send
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,14 @@ class MessageLimits:
     Attributes:
         size: bytes of all tensors together.
         header: bytes of a document's header.
-        tensors: number of tensors.
+        tensors: number of tensors, numbers included; methods send less than a tenth of these counts.
         name: characters of a tensor's name, including its group's.
         dimensions: of a tensor.
     """
 
     size: int = _FLOOR
     header: int = 2**24
-    tensors: int = 2**16
+    tensors: int = 8192
     name: int = 512
     dimensions: int = 8
 
@@ -69,7 +69,7 @@ class MessageLimits:
             size = max(size, sum(tensor.nbytes for tensor in network.values()))
             most = max(most, len(network))
 
-        return cls(size=max(_FLOOR, _FACTOR * size), tensors=max(2**16, _FACTOR * most))
+        return cls(size=max(_FLOOR, _FACTOR * size), tensors=max(8192, _FACTOR * most))
 
     # A document
 
@@ -82,7 +82,7 @@ class MessageLimits:
         """
         try:
             self._check_header(data)
-        except (ValueError, RecursionError) as error:
+        except (Refused, ValueError, RecursionError) as error:
             prefix = f"{sender}: " if sender else ""
             reason = " ".join(str(error).split())[:300]
             raise RunError(
@@ -100,11 +100,12 @@ class MessageLimits:
             room - length <= self.size,
             f"its tensors have {room - length} bytes; at most {self.size}",
         )
-        entries = json.loads(data[8 : 8 + length].decode(), object_pairs_hook=_unique)
-        _require(isinstance(entries, dict), "its header is no mapping")
-        _require(
-            len(entries) <= self.tensors, f"it has {len(entries)} tensors; at most {self.tensors}"
+        entries = json.loads(
+            data[8 : 8 + length].decode(),
+            object_pairs_hook=unique(self.header),
         )
+        _require(isinstance(entries, dict), "its header is no mapping")
+        self._check_counts(entries)
         end = 0
         # A gap could smuggle anything past every check, and an overlap would put one number in two tensors.
         for start, stop in sorted(self._span(name, entry) for name, entry in entries.items()):
@@ -114,6 +115,12 @@ class MessageLimits:
             end = stop
 
         _require(end == room - length, f"its tensors claim {end} bytes; {room - length} are there")
+
+    def _check_counts(self, named: Collection[object]) -> None:
+        """Check how many tensors and numbers there are, before anything is made of one."""
+        _require(len(named) <= self.tensors, f"it has {len(named)} tensors; at most {self.tensors}")
+        numbers = sum(str(name).startswith("scalars/") for name in named)
+        _require(numbers <= 1024, f"it has {numbers} numbers; at most 1024")
 
     def _span(self, name: str, entry: object) -> tuple[int, int]:
         """Return the start and end of a tensor, after checking its name, dtype and shape."""
@@ -165,9 +172,7 @@ class MessageLimits:
             RunError: a value is none of these, or they exceed a limit; names the sender.
         """
         try:
-            _require(
-                len(named) <= self.tensors, f"it has {len(named)} tensors; at most {self.tensors}"
-            )
+            self._check_counts(named)
             left = self.size
             tensors = {}
             for name, arrived in named.items():
@@ -214,7 +219,8 @@ def _size(name: str, value: Any) -> int:
 
 def _tensor(name: str, value: Tensor | Array) -> Tensor:
     if isinstance(value, Tensor):
-        tensor = value.detach()
+        # raises where the storage was freed or shortened: to read such a tensor ends the process
+        tensor = value.detach().as_strided(value.shape, value.stride())
     else:
         # Tensors do not support some NumPy types, nor the other byte order.
         try:
@@ -238,15 +244,6 @@ def check_bools(name: str, tensor: Tensor) -> None:
 def _require(holds: bool, problem: str) -> None:
     if not holds:
         raise ValueError(problem)
-
-
-def _unique(pairs: Iterable[tuple[str, object]]) -> dict[str, object]:
-    """Return the mapping of a JSON object, refusing a duplicate name."""
-    mapping = {}
-    for name, value in pairs:
-        _require(name not in mapping, f"{name[:80]!r} comes twice")
-        mapping[name] = value
-    return mapping
 
 
 def _are_sizes(values: Any) -> bool:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import csv
-import errno
 import io
 import json
 import os
 import re
 import stat
+import sys
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -18,7 +18,7 @@ from typing import IO, Any
 
 import yaml
 
-from medfl.core.errors import InputError, beginning
+from medfl.core.errors import InputError, beginning, reason
 
 Plain = Any
 """None, bool, int, float, str, date, and lists and dicts of them."""
@@ -28,7 +28,7 @@ TABLE_COLUMNS = 100_000
 JSON_BYTES = 2**26
 JSON_VALUES = 2_000_000
 JSON_LEVELS = 32
-"""Bounds of a JSON file: a run's record lists the ids of all its images."""
+"""Bounds of a JSON file, which has 262,144 names besides: a run's record lists the ids of all its images."""
 _LEVELS = 100
 """Maximum folder depth: functions that copy or remove folders recurse for each level."""
 _NUMBER = 64  # characters: no number in a configuration needs more, and YAML takes minutes to read 1:1:1:...
@@ -100,14 +100,19 @@ def decode_text(data: bytes) -> str:
     return text
 
 
-def open_plain(path: Path) -> IO[bytes]:
-    """Open a plain file for reading; OSError for anything else, without blocking on a pipe or device."""
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise OSError(errno.EINVAL, "it is no plain file")
+def open_plain(path: Path, most: int = sys.maxsize) -> IO[bytes]:
+    """Open a plain file of at most `most` bytes for reading, without blocking on a pipe or device.
 
-    return os.fdopen(handle, "rb")
+    Raises:
+        OSError: it cannot be opened, is anything else, or has more bytes: one with holes takes no room on a disk.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    status = os.fstat(handle)
+    if stat.S_ISREG(status.st_mode) and status.st_size <= most:
+        return os.fdopen(handle, "rb")
+
+    os.close(handle)
+    raise OSError(f"it is no plain file of at most {most} bytes")
 
 
 def read_bytes(path: Path, most: int) -> bytes:
@@ -118,15 +123,10 @@ def read_bytes(path: Path, most: int) -> bytes:
             then.
     """
     try:
-        with open_plain(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size > most:
-                raise Refused(f"more than {most} bytes")
-
-            return file.read(size)
+        with open_plain(path, most) as file:
+            return file.read(os.fstat(file.fileno()).st_size)
     except (OSError, ValueError) as error:  # also a name with a null character
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise Refused(f"it cannot be read: {reason}") from error
+        raise Refused(f"it cannot be read: {reason(error)}") from error
 
 
 def folders_below(
@@ -174,8 +174,12 @@ def read_json_bytes(data: bytes) -> Plain:
     """Return the values of a JSON document as written by Python: numbers may be NaN or infinite.
 
     Raises:
-        Refused: it is not JSON, or exceeds `JSON_VALUES` or `JSON_LEVELS`.
+        Refused: it is not JSON, or exceeds a bound.
     """
+    # before parsing, which takes many times its memory
+    if len(data) > JSON_BYTES:
+        raise Refused(f"more than {JSON_BYTES} bytes")
+
     return read_plain(
         decode_text(data), is_json=True, nodes=JSON_VALUES, depth=JSON_LEVELS, constants=True
     )
@@ -205,6 +209,8 @@ def read_table(
     try:
         data = read_bytes(path, TABLE_BYTES)
         start = beginning(io.BytesIO(data))
+        if max(map(len, io.BytesIO(data)), default=0) > 16_777_216:
+            raise Refused(f"a line of more than 16 MiB; {start}")
         text = data.decode(_CODECS.get(data[:2], "utf-8-sig"))
         if "\0" in text:
             raise Refused(f"it has bytes of 0, as of UTF-16 without its mark; {start}")
@@ -270,7 +276,8 @@ def read_plain(
             if sum(map(text.count, ",[{")) > 4 * nodes:  # before anything is built
                 raise Refused(f"more than {nodes} values or {depth} levels")
             value = json.loads(
-                text, object_pairs_hook=_unique, parse_constant=float if constants else _no_constant,
+                text, object_pairs_hook=unique(262_144),
+                parse_constant=float if constants else _no_constant,
                 parse_int=lambda number: int(_short(number)), parse_float=lambda number: float(_short(number)),
             )  # fmt: skip
         else:
@@ -301,12 +308,20 @@ def override_value(value: Any) -> Any:
         return value
 
 
-def _unique(pairs: list[tuple[str, Plain]]) -> dict[str, Plain]:
-    mapping = {}
-    for key, value in pairs:
-        if key in mapping:
-            raise Refused(f"key {printable(key)!r} twice")
-        mapping[key] = value
+def unique(most: int) -> Callable[[list[tuple[str, Plain]]], dict[str, Plain]]:
+    """Return what makes JSON's mappings, and refuses a key that comes twice, or more than `most` in a document."""
+    left = iter(range(most))
+
+    def mapping(pairs: list[tuple[str, Plain]]) -> dict[str, Plain]:
+        entries = {}
+        for key, value in pairs:
+            if key in entries:
+                raise Refused(f"key {printable(key)!r} twice")
+            if next(left, None) is None:
+                raise Refused("too many names")
+            entries[key] = value
+        return entries
+
     return mapping
 
 

@@ -125,13 +125,14 @@ class FedSM(SiteModels, Method):
 
     def _selector(self, network: nn.Module, sites: int) -> nn.Module:
         """Build a selector of what enters this network."""
-        # one output alone would have nothing to tell apart, hence two at least
+        # one output alone would have nothing to tell apart, hence two at least; a server may say any number
+        sites = min(max(2, sites), 10_000)
         kinds = (nn.Linear, nn.Conv2d, nn.Conv3d)
         first = next((module for module in network.modules() if isinstance(module, kinds)), None)
         device = next(network.parameters()).device
         if isinstance(first, nn.Conv2d | nn.Conv3d):
             dims = 3 if isinstance(first, nn.Conv3d) else 2
-            return networks.build(self.selector, first.in_channels, max(2, sites), dims).to(device)
+            return networks.build(self.selector, first.in_channels, sites, dims).to(device)
 
         if first is None:
             raise InputError(
@@ -140,7 +141,7 @@ class FedSM(SiteModels, Method):
                 "use such a network",
             )
 
-        return nn.Linear(first.in_features, max(2, sites), dtype=first.weight.dtype, device=device)
+        return nn.Linear(first.in_features, sites, dtype=first.weight.dtype, device=device)
 
     def _routed(
         self, w_g: nn.Module, experts: Mapping[int, nn.Module], weights: Weights, sites: int
@@ -155,10 +156,13 @@ class FedSM(SiteModels, Method):
         with stream(site.seed, "selector") as generator:
             # gradients add up over the batches: the step uses their mean over all images
             for x, _ in site.train.batches(site.settings.batch_size, generator):
-                number = torch.full((len(x),), int(down.scalars["site"]), device=site.device)
                 with one_sample_safe(selector, x):
                     output = selector(x.to(site.device))
 
+                # an IndexError where there is no such site: on a GPU the process would end
+                number = torch.full(
+                    (len(x),), range(output.shape[1])[int(down.scalars["site"])], device=site.device
+                )
                 loss = cross_entropy(output, number, reduction="sum") / site.num_samples
                 loss.backward()  # type: ignore[no-untyped-call]
 

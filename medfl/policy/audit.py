@@ -36,8 +36,6 @@ _MOST_LINES = 10_000  # that are kept
 _LINE_BYTES = 1 << 20  # maximum for a reader
 _MOST_BYTES = 1 << 18  # maximum for a writer
 _NAMES = 3  # of tensors that represent a group
-_MOST_GROUPS = 64
-_MOST_NUMBERS = 256
 _NAME_LENGTH = 200
 _TEXT_LENGTH = 4000
 
@@ -132,7 +130,7 @@ def describe_message(message: Message, *, norms: bool = False) -> Document:
     # The hash is of the output of `Message.encode`, which the other side can compute too.
     encoded = message.encode()
     groups = {}
-    for group, tensors in sorted(message.tensors.items())[:_MOST_GROUPS]:
+    for group, tensors in sorted(message.tensors.items()):
         about = {
             "tensors": len(tensors),
             "numbers": sum(tensor.numel() for tensor in tensors.values()),
@@ -145,7 +143,7 @@ def describe_message(message: Message, *, norms: bool = False) -> Document:
 
         groups[printable(group, _NAME_LENGTH)] = about
 
-    description = {
+    return {
         "sha256": _sha256(encoded),
         "bytes": len(encoded),
         "tensors": sum(map(len, message.tensors.values())),
@@ -153,19 +151,10 @@ def describe_message(message: Message, *, norms: bool = False) -> Document:
         "numbers": numbers(message.scalars),
     }
 
-    if len(message.tensors) > _MOST_GROUPS:
-        description["all_groups"] = len(message.tensors)
-
-    if len(message.scalars) > _MOST_NUMBERS:
-        description["all_numbers"] = len(message.scalars)
-
-    return description
-
 
 def numbers(named: Mapping[str, float]) -> dict[str, float]:
-    """Return the first of some numbers, with names truncated."""
-    first = sorted(named.items())[:_MOST_NUMBERS]
-    return {printable(name, _NAME_LENGTH): value for name, value in first}
+    """Return numbers with their names truncated."""
+    return {printable(name, _NAME_LENGTH): value for name, value in sorted(named.items())}
 
 
 def describe_document(content: object) -> dict[str, object]:

@@ -22,6 +22,7 @@ from medfl.core import (
     Run,
     check_arguments,
     map_values,
+    not_among,
     pick_known,
 )
 from medfl.data import Prepared, Shard
@@ -174,8 +175,11 @@ class Result(ResultTables):
         `predicted_<number>`. Otherwise id, site and the case's metrics.
 
         Raises:
-            InputError: the run has not got that far.
+            InputError: the run has not got that far, or the table is damaged.
         """
+        if self.task == "classification":
+            _ = (self.labels, self.probabilities)  # refuse a table that no run writes
+
         return [parse_row(row) for _, row in self._prediction_table.rows]
 
     @property
@@ -517,4 +521,9 @@ def _shard(prepared: Prepared, ids: Sequence[str] | None) -> Shard:
         return Shard.of(prepared, places)
 
     place_of = dict(zip(prepared.ids(places), places, strict=True))
+    if gone := not_among(ids, place_of):
+        raise InputError(
+            f"image {gone[0]!r:.60} of the run", "its data have none", "restore its run.json"
+        )
+
     return Shard.of(prepared, [place_of[ident] for ident in ids])

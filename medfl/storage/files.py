@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import io
 import json
@@ -41,10 +40,10 @@ _ROUND = "round"
 """In a State's file: name of the tensor with its round; the State's own tensors are numbered."""
 _LEVELS = 200
 """Of a State's description, two for each of the State's own."""
-_MOST_BYTES = sys.maxsize
+MOST_BYTES = sys.maxsize
 if hasattr(os, "sysconf"):
-    _MOST_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-"""Of a file that is read as a whole: one with holes takes no room on a disk."""
+    MOST_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+"""Of weights or a State."""
 _MAGIC = 0x1950A86A20F9469CFC6C
 """Magic number of a file of PyTorch before 1.6."""
 State = dict[str, Any]
@@ -140,8 +139,9 @@ def _filled(node: Any, tensors: Tensors) -> Any:
 
 
 def _require_plain(path: Path) -> None:
-    if not path.is_file() or path.is_symlink():  # a pipe would be waited for
-        raise ValueError("there is no plain file")
+    if path.is_symlink():
+        raise ValueError("it is a link, and no plain file")
+    open_plain(path, MOST_BYTES).close()
 
 
 def state_round(path: Path) -> int:
@@ -199,9 +199,7 @@ def hashed(path: Path) -> tuple[io.BytesIO, str]:
     Raises:
         OSError: it cannot be read, or would take more than half of the machine's memory.
     """
-    with open_plain(path) as file:
-        if os.fstat(file.fileno()).st_size > _MOST_BYTES:
-            raise OSError(errno.EFBIG, "it would take more than half of the memory")
+    with open_plain(path, MOST_BYTES) as file:
         content = file.read()
 
     return io.BytesIO(content), hashlib.sha256(content).hexdigest()
@@ -216,7 +214,7 @@ def load_pickled(source: Path | io.BytesIO) -> Any:
     Raises:
         ValueError or UnpicklingError: it contains something else, or would take more; damage may raise other errors.
     """
-    with open_plain(source) if isinstance(source, Path) else source as file:
+    with open_plain(source, MOST_BYTES) if isinstance(source, Path) else source as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(0)
         start = file.read(4)
@@ -306,9 +304,9 @@ def weights_sha256(weights: Weights) -> str:
 
 
 def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file's bytes, read in pieces."""
+    """Return the SHA-256 of a file's bytes, read in pieces; OSError as for `hashed`."""
     digest = hashlib.sha256()
-    with open_plain(path) as file:
+    with open_plain(path, MOST_BYTES) as file:
         while piece := file.read(1 << 20):
             digest.update(piece)
     return digest.hexdigest()

@@ -34,6 +34,7 @@ from medfl.core import (
     refuse_untrusted_module,
     type_errors,
 )
+from medfl.storage.files import MOST_BYTES
 
 MANIFEST = "manifest.json"
 NEWCOMERS = "newcomers.csv"
@@ -169,6 +170,7 @@ MANIFEST_FORM: Form = {
         "best": _OBJECT,
         "best_test": _METRICS,
         "best_classes": _OBJECT,
+        "best_sha256": _OPTIONAL_TEXT,
         "bytes_up": Count,
         "bytes_down": Count,
         "seconds": float,
@@ -204,7 +206,6 @@ _STATE = re.compile(
 _AS_WRITTEN = "a file of a run folder as medfl wrote it", "restore the file, or repeat the run"
 _PROTOCOL = 2**20  # bytes of a bundle's federated.yaml
 _CODES = 1000  # of a record, each of which is looked for there
-_LINE = 2**26  # bytes of a line of rounds.jsonl
 _ROUNDS_FILE = 2**30  # bytes of all of it
 
 
@@ -356,16 +357,11 @@ def _apart(value: Config) -> tuple[Document, list[object]]:
 def read_round(path: Path, line: bytes, number: int) -> Document:
     """Return the entries of a line of rounds.jsonl; InputError, with file and number, if it is invalid."""
     try:
-        # Before parsing, which takes many times its memory.
-        if len(line) > _LINE:
-            raise Refused(f"more than {_LINE} bytes")
         document = read_json_bytes(line)
     except Refused as error:
         raise damaged(path, f"line {number}: {error}") from None
 
-    if not isinstance(document, dict) or "round" not in document:
-        raise damaged(path, f"line {number} is without a round number")
-    return checked(path, document, ROUND)
+    return checked(path.with_name(f"{path.name}: line {number}"), document, ROUND, ("round",))
 
 
 def round_lines(path: Path) -> list[bytes]:
@@ -439,13 +435,14 @@ def state_file(folder: Path, name: str) -> Path:
     if not _STATE.fullmatch(name):
         raise damaged(state / MANIFEST, f"names {printable(name)!r}, which is no file of a State")
     if state.is_symlink() or not _is_plain_or_missing(state / name):
-        raise damaged(state / name, "is no plain file of this folder")
+        raise damaged(state / name, "is no plain file of this folder, or larger than memory")
     return state / name
 
 
 def _is_plain_or_missing(path: Path) -> bool:
     try:
-        return stat.S_ISREG(path.lstat().st_mode)
+        status = path.lstat()
+        return stat.S_ISREG(status.st_mode) and status.st_size <= MOST_BYTES
     except OSError as error:
         return isinstance(error, FileNotFoundError)
 

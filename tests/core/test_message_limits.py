@@ -55,7 +55,7 @@ REFUSED: Mapping[str, tuple[bytes, str]] = {
     "the same bytes twice": (document({W: entry(), "weights/v": entry()}, EIGHT), "overlap"),
     "bytes at the end": (document({W: entry()}, bytes(9)), "claim 8 bytes; 9 are there"),
     "truncated bytes": (document({W: entry()}, bytes(7)), "claim 8 bytes; 7 are there"),
-    "a name twice": (document(f'{{"{W}": {FORM}, "{W}": {FORM}}}'.encode(), EIGHT), "comes twice"),
+    "a name twice": (document(f'{{"{W}": {FORM}, "{W}": {FORM}}}'.encode(), EIGHT), "twice"),
     "no group": (document({"w": entry()}, EIGHT), "'w' is not named group/name"),
     "an empty group": (document({"/w": entry()}, EIGHT), "not named group/name"),
     "metadata": (document({"__metadata__": {"a": "b"}}), "not named group/name"),
@@ -116,6 +116,39 @@ def test_bytes_and_restored_tensors_are_held_to_the_same_caps(
     with pytest.raises(RunError, match=f"^site 'a': .*({text})"):
         SMALL.checked(message.flat(), "site 'a'")
     Message.decode(message.encode())
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        ([f"scalars/{i}" for i in range(1025)], "it has 1025 numbers; at most 1024"),
+        ([f"weights/{i}" for i in range(8193)], "it has 8193 tensors; at most 8192"),
+    ],
+    ids=["numbers", "tensors"],
+)
+def test_what_is_too_many_is_counted_before_anything_is_made_of_it(
+    names: list[str], text: str
+) -> None:
+    class Unread(dict[str, torch.Tensor]):
+        def items(self) -> Any:
+            raise AssertionError
+
+    named = dict.fromkeys(names, torch.tensor(1.0))
+    with pytest.raises(RunError, match=f"^site 'a': {text}"):
+        MessageLimits().checked(Unread(named), "site 'a'")
+    data = safetensors.torch.save({name: torch.tensor(1.0) for name in names})
+    with pytest.raises(RunError, match=text):
+        Message.decode(data)
+    many = {f"block{i}.weight": torch.zeros(1) for i in range(300)}
+    assert MessageLimits().checked(many, "x").keys() == many.keys(), "names without a group"
+
+
+@pytest.mark.parametrize("size", [0, 4])
+def test_a_tensor_without_its_storage_does_not_end_the_process(size: int) -> None:
+    value = torch.ones(1000)
+    value.untyped_storage().resize_(size)
+    with pytest.raises(RunError, match="^site 'a': reading it raises RuntimeError"):
+        MessageLimits().checked({"weights/w": value}, "site 'a'")
 
 
 def test_a_long_header_is_refused() -> None:

@@ -43,6 +43,7 @@ from medfl.problem.prompts import Text
 from medfl.report import RunFiles
 from medfl.runs import text_record
 from medfl.runs.launch import _scored
+from medfl.runs.result import load_run
 from medfl.storage.files import load_state, load_weights, state_round, to_device
 from medfl.storage.run_documents import read_run
 from medfl.storage.run_folder import RunFolder
@@ -209,6 +210,8 @@ def _beside(name: str) -> Target:
         def decode(_: Path) -> None:
             RunFolder(place).rounds()
             _scored(place)
+            with suppress(MedflError):
+                load_run(place).subgroups("site", 1)
             _shown(RunFiles(place))
 
         if name.endswith(".jsonl"):

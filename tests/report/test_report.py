@@ -89,7 +89,10 @@ def test_confusion_matrix_by_hand(make: Make) -> None:
     pairs = [(0, 0), (0, 0), (0, 0), (0, 1), (1, 1), (2, 1)]
     lines = [f"t{i},site-1,{label},{predicted},1,0,0" for i, (label, predicted) in enumerate(pairs)]
     (folder / "predictions.csv").write_text(
-        "\n".join(["id,site,label,predicted,p_a,p_b,p_c", *lines]) + "\n"
+        "\n".join(
+            [",".join(["id,site,label,predicted", *(f"p_{name}" for name in CLASSES)]), *lines]
+        )
+        + "\n"
     )
     _, page = render(folder)
     matrix, foot = "".join(page.text.split()).split("sensitivity")[1].split("precision")
@@ -510,7 +513,7 @@ def test_a_value_of_another_kind_is_damage_that_is_named(
         node = node[name]
     node[where[-1]] = value
     (folder / file).write_text(json.dumps(document) + "\n")
-    with pytest.raises(InputError, match=f"{file} has .*{where[-1]}.*restore the file"):
+    with pytest.raises(InputError, match=f"{file}.* has .*{where[-1]}.*restore the file"):
         write_report(folder)
 
 
@@ -536,7 +539,7 @@ def spoil_rounds(folder: Path) -> None:
         ),
         (spoil_picture, "pictures cannot be shown: spectrum.png is no whole PNG file"),
         (spoil_rounds, "rounds.jsonl line 2: not valid JSON"),
-        (lambda folder: (folder / "rounds.jsonl").write_text("{}\n"), "without a round number"),
+        (lambda folder: (folder / "rounds.jsonl").write_text("{}\n"), "line 1 lacks round"),
         (
             lambda folder: (folder / "sites.csv").write_text("a,b\n1,2\n"),
             "sites.csv line 2 does not fit",

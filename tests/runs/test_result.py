@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import importlib
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from PIL import Image
 import medfl
 from medfl import datasets
 from medfl.core.errors import InputError
+from medfl.problem.tasks import KINDS
 from medfl.report import activation_maps
 from medfl.runs.result import Result, load_run
 
@@ -381,3 +384,54 @@ def test_an_edited_file_is_named(
     folder = edited(run, tmp_path / "a", file, **changes)
     with pytest.raises(InputError, match=text):
         _ = load_run(folder).probabilities
+
+
+def columns(run: Result, folder: Path, change: Callable[[list[str]], list[str]]) -> Result:
+    """A copy of a run whose predictions have other columns."""
+    shutil.copytree(run.path, folder)
+    file = folder / "predictions.csv"
+    rows = [change(row) for row in csv.reader(file.read_text().splitlines())]
+    with file.open("w", newline="") as changed:
+        csv.writer(changed).writerows(rows)
+    return load_run(folder)
+
+
+def test_probabilities_are_of_the_class_that_their_column_names(
+    run: Result, tmp_path: Path
+) -> None:
+    """Whoever sorts the columns of a table changes no curve, interval or group."""
+    other = columns(run, tmp_path / "a", lambda row: row[:4] + row[:3:-1])
+    assert list(other.predictions[0]) != list(run.predictions[0])
+    assert np.array_equal(other.probabilities, run.probabilities)
+    assert str(other.subgroups("site")) == str(run.subgroups("site"))
+    table, before = other._prediction_table, run._prediction_table
+    cases = KINDS["classification"].read(table, run.classes).values["probabilities"]
+    assert cases.equal(KINDS["classification"].read(before, run.classes).values["probabilities"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda row: [cell.replace("p_", "x_", 1) for cell in row],
+        lambda row: row[:-1],
+        lambda row: row[:4],
+    ],
+    ids=["renamed", "one lost", "all lost"],
+)
+def test_a_table_without_a_class_s_probabilities_is_refused(
+    run: Result, tmp_path: Path, change: Callable[[list[str]], list[str]]
+) -> None:
+    other = columns(run, tmp_path / "a", change)
+    for ask in (lambda: other.predictions, lambda: other.subgroups("site")):
+        with pytest.raises(InputError, match=r"predictions\.csv has no number in column p_"):
+            ask()
+
+
+def test_a_record_that_gives_a_site_an_image_of_another_section_is_told(
+    run: Result, tmp_path: Path
+) -> None:
+    sites = json.loads((run.path / "run.json").read_text())["partition"]
+    sites["sites"]["site-1"]["test"][0] = sites["sites"]["site-1"]["train"][0]
+    other = load_run(edited(run, tmp_path / "a", "run.json", partition=sites))
+    with pytest.raises(InputError, match=r"image '[^']+' of the run; its data have none"):
+        other.predict(section="test", site="site-1")

@@ -12,10 +12,12 @@ import pytest
 
 from medfl import datasets
 from medfl.cli import verbs as cli
+from medfl.core.errors import InputError
 from medfl.methods.local import Local
 from medfl.runs import launch as begun
+from medfl.runs.result import load_run
 from medfl.storage.files import file_sha256
-from tests.storage.test_run_integrity import aged
+from tests.storage.test_run_integrity import aged, flipped
 
 SMALL = (
     "--sites", "2", "--partition", "iid", "--local-epochs", "1", "--batch-size", "8", "--jobs", "1", "--quiet",
@@ -110,6 +112,14 @@ def test_damage_is_told_before_the_images_are_read(
     assert cli.main(["run", "--resume", "--out", str(copied), "--quiet"]) == 2
     assert "manifest.json is missing, though rounds are done" in error(capsys)
     assert content(copied) == before
+
+
+def test_changed_weights_of_the_best_round_do_not_become_the_run_s_own(copied: Path) -> None:
+    """A run that goes on writes a new summary, with the hash of the weights that it wrote itself."""
+    flipped(copied / "best.safetensors")
+    assert cli.main(["run", "--resume", "--out", str(copied), "--quiet"]) == 0
+    with pytest.raises(InputError, match=r"best\.safetensors is not as the run wrote it"):
+        load_run(copied).network("best")
 
 
 # Versions

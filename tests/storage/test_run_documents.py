@@ -103,6 +103,32 @@ def test_too_many_values_are_not_built(tmp_path: Path) -> None:
         read_json(path, "a", "b")
 
 
+def test_names_are_counted_while_they_are_read(tmp_path: Path) -> None:
+    """They take ten times as long as other values; a run has some for each site and each metric of it."""
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps([{f"k{part}.{i}": 0 for i in range(3000)} for part in range(100)]))
+    with pytest.raises(InputError, match="too many names"):
+        read_json(path, "a", "b")
+
+
+def test_a_state_larger_than_the_machine_is_not_begun_with(tmp_path: Path) -> None:
+    """A file with holes takes no room on a disk; whoever writes it mends its sum, or takes it away."""
+    folder = made(tmp_path / "run")
+    file = folder.state / "000003-server.safetensors"
+    os.truncate(file, 2**42)
+    with pytest.raises(RunError, match=r"000003-server\.safetensors: .*of at most [0-9]+ bytes"):
+        load_state(file)
+    with pytest.raises(InputError, match=r"000003-server\.safetensors is .* larger than memory"):
+        verified_manifest(RunFolder(folder.path))
+
+
+def test_a_line_of_a_table_is_measured_before_the_table_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "sites.csv"
+    path.write_bytes(b"site,a\nx," + b"y" * 2**24 + b"\n")
+    with pytest.raises(InputError, match="a line of more than 16 MiB"):
+        read_rows(path)
+
+
 def test_what_is_no_plain_file_is_not_waited_for(tmp_path: Path) -> None:
     pipe, folder, large = tmp_path / "pipe", tmp_path / "folder", tmp_path / "large"
     os.mkfifo(pipe)
@@ -112,7 +138,7 @@ def test_what_is_no_plain_file_is_not_waited_for(tmp_path: Path) -> None:
     for path, why in (
         (pipe, "plain"),
         (folder, "plain"),
-        (large, "more than"),
+        (large, "of at most 1048576 bytes"),
         (tmp_path / "none", "No such file"),
     ):
         with pytest.raises(Refused, match=why):

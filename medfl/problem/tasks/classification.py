@@ -90,9 +90,10 @@ class Classification(Kind):
 
         label, predicted = np.array(pairs, np.int64).reshape(-1, 2).T
         columns: dict[str, NDArray[Any]] = {"label": label.copy(), "predicted": predicted.copy()}
-        titles = titles_in(table, "p_")
-        if len(titles) == len(names) and table.rows:
-            columns["probabilities"] = probabilities_in(table, titles)
+        count = len(titles_in(table, "p_"))
+        if count and table.rows:
+            # in the order of the labels, whatever that of the table is
+            columns["probabilities"] = probabilities_in(table, column_names(names, count))
 
         return cases_of(table, columns)
 

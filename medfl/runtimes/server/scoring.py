@@ -179,6 +179,7 @@ class Scoring:
         self.record["best"] = {"round": round_, "value": value}
         weights = self._judged_weights(round_, server)
         self.folder.write_weights("best", weights)
+        self.record["best_sha256"] = file_sha256(self.folder.path / "best.safetensors")
         self.folder.save_best(round_, server)
 
         if self.method.judged == "personal" and not self.untested:
@@ -362,7 +363,8 @@ class Scoring:
 
         summary |= self.undefined_lines(lines)
         if self.record["best"]:
-            summary["best_sha256"] = file_sha256(self.folder.path / "best.safetensors")
+            # of what the run wrote: the file may have been changed since
+            summary["best_sha256"] = self.record.get("best_sha256")
 
         columns: dict[str, Document] = {}
         models = (("received", received, global_by_site), ("personal", personal, personal_by_site))

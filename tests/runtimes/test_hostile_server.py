@@ -1,0 +1,118 @@
+"""A server that lies to an honest site, in what each method sends: the site says so in a line, or trains.
+
+What is sent has the names that the method expects; it is of another shape or kind, missing, huge or negative.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from medfl.core.errors import RunError
+from medfl.core.message import is_finite
+from medfl.methods import load
+from medfl.runtimes.federation import Federation
+from medfl.runtimes.monai_fl.client import MedflClientAlgo
+from tests.runtimes.test_guard import site
+from tests.runtimes.test_monai_fl import NEED_A_BUNDLE, broadcast, said
+from tests.support.sweeps import mostly_slow
+from tests.support.toy import (
+    CLASSIFYING,
+    WITHOUT_IMAGES,
+    ToyBundle,
+    bits,
+    public_blobs,
+    run_record,
+)
+
+FEW = ("fedavg", "fedbm", "fedproto", "fedsm", "l2gd", "scaffold")
+LONG = 20
+"""Seconds for one answer, of which an honest one takes a hundredth."""
+LIES: dict[str, Callable[[torch.Tensor], torch.Tensor | None]] = {
+    "missing": lambda t: None,
+    "empty": lambda t: t.reshape(-1)[:0],
+    "flat": lambda t: t.reshape(-1),
+    "longer": lambda t: torch.cat([t.reshape(-1), t.reshape(-1)]),
+    "deeper": lambda t: t[None],
+    "whole": lambda t: t.round().to(torch.int64),
+    "double": lambda t: t.double(),
+    "true": lambda t: t > 0,
+    "NaN": lambda t: torch.full_like(t.double(), torch.nan).to(t.dtype),
+    "huge": lambda t: torch.full_like(t.double(), 3e38).to(t.dtype),
+    "negative": lambda t: -t.double().abs().add(1).mul(1e6).to(t.dtype),
+}
+NUMBERS = (-1.0, 0.0, 0.5, 1e6, 1e8, 1e12, 1e300, torch.nan, torch.inf)
+
+
+def lies(weights: dict[str, torch.Tensor]) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    """Yield hostile messages: each tensor beside the weights, the first of them, and each number, in turn."""
+    groups: dict[str, str] = {}
+    for key in weights:
+        groups.setdefault(key.partition("/")[0], key)
+
+    for group, key in groups.items():
+        without = {k: v for k, v in weights.items() if k.partition("/")[0] != group}
+        yield f"no {group}", without
+        yield f"more {group}", {**weights, f"{group}/x y": torch.ones(2)}
+        for word, lie in LIES.items():
+            told = dict(weights)
+            changed = lie(told.pop(key))
+            yield f"{key} {word}", told if changed is None else {**told, key: changed}
+
+    for key in weights:
+        if key.startswith("scalars/"):
+            for number in NUMBERS:
+                yield f"{key} {number}", {**weights, key: torch.tensor(number, dtype=torch.float64)}
+
+    yield "a group of its own", {**weights, "shell/x": torch.ones(3)}
+
+
+@contextmanager
+def in_time(what: str) -> Iterator[None]:
+    def late(*_: Any) -> None:
+        pytest.fail(f"{what}: no answer after {LONG} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(LONG)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def kept(algo: MedflClientAlgo) -> Any:
+    state = algo.states.newest(10)
+    return None if state is None else bits(state)
+
+
+NAMED = ("site 'x'", "the server", "'adapters/")
+METHODS = sorted(set(CLASSIFYING) - NEED_A_BUNDLE - {"central"})
+OPTIONS = {"l2gd": {"coin": 0.5}}
+
+
+@pytest.mark.parametrize("method", mostly_slow(METHODS, FEW))
+def test_a_site_refuses_by_name_or_trains_and_keeps_its_state(method: str) -> None:
+    options = {**WITHOUT_IMAGES.get(method, {}), **OPTIONS.get(method, {})}
+    record = run_record(method=method, options=options)
+    made = Federation(ToyBundle(), load(method, options), record, public=public_blobs())
+    told = broadcast(made, "x").weights
+    for what, weights in lies(told):
+        algo = site(made)
+        with in_time(what):
+            try:
+                algo.train(said(weights, 1))
+            except RunError as error:
+                text = str(error)
+                assert text.startswith(NAMED), (what, text)
+                assert "\n" not in text, what
+                assert "MemoryError" not in text, what
+                assert kept(algo) is None, f"{what}: a State was kept"
+            else:
+                reply = algo.get_weights().weights
+                assert all(map(is_finite, reply.values())), what
