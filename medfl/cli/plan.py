@@ -75,7 +75,10 @@ def _plan(args: Namespace) -> int:
     sites = _written(args.files) if args.files else _divided(args)
     planned = plan(sites, args.memory, arguments.parse_names(args.channels), args.per_site)
     folder = starter.write(args.out, Survey.of_plan(planned, len(sites)))
-    lines = [f"{made.choice}: {_shown(made.value)} ({made.because})" for made in planned.choices]
+    lines = []
+    for decision in planned.choices:
+        lines.append(f"{decision.choice}: {_shown(decision.value)} ({decision.because})")
+
     lines += [f"note: {note}" for note in planned.differences]
     lines += [f"bundle: {folder}", f"next: medfl site inspect {folder}"]
     return show(args, {"bundle": str(folder), **planned.record()}, lines)
