@@ -125,7 +125,7 @@ def _encoded(line: Mapping[str, object]) -> bytes:
 def describe_message(message: Message, *, norms: bool = False) -> Document:
     """Describe a message as it is encoded; with `norms` also the L2 norm of each group.
 
-    The sender chooses the names: if there are many groups or numbers, the first are described, and all are counted.
+    The sender chooses the names, which are shortened; how many there may be `MessageLimits` says.
     """
     # The hash is of the output of `Message.encode`, which the other side can compute too.
     encoded = message.encode()

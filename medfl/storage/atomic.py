@@ -42,7 +42,7 @@ def atomic_replace(path: Path, size: int) -> Iterator[Path]:
 @contextmanager
 def writing(
     target: Path | str,
-    advice: str = "free some or check its rights; repeat, in a new --out if it has files (a run: --resume --out DIR)",
+    advice: str = "free space or check its rights; repeat, with a new --out if it has files (a run: --resume)",
 ) -> Iterator[None]:
     """Raise a RunError if the block cannot write to `target`."""
     try:
@@ -84,7 +84,7 @@ def new_folder(out: Path) -> Iterator[Path]:
     """
     out = out.absolute()
     partial = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    with made(out.parent), writing(out, "free some or check its rights; repeat it"):
+    with made(out.parent), writing(out, "free space or check its rights; repeat it"):
         try:
             partial.mkdir()
             yield partial

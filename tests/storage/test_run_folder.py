@@ -330,7 +330,7 @@ def test_a_full_disk_keeps_the_weights_that_were_streamed_before(
         raise OSError(errno.ENOSPC, "full")
 
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(RunError, match="best.safetensors .*; free some or check its rights"):
+    with pytest.raises(RunError, match="best.safetensors .*; free space or check its rights"):
         folder.write_weights("best", MappingProxyType(WEIGHTS))
     assert load_weights(folder.path / "best.safetensors")["w"].tolist() == [1, 1]
     assert not [path for path in folder.path.iterdir() if path.name.endswith(".tmp")]
