@@ -157,6 +157,7 @@ if TYPE_CHECKING:
         JSON_BYTES as JSON_BYTES,
         JSON_VALUES as JSON_VALUES,
         LOADER as LOADER,
+        MOST_BYTES as MOST_BYTES,
         Plain as Plain,
         Refused as Refused,
         check_visible as check_visible,

@@ -29,6 +29,10 @@ JSON_BYTES = 2**26
 JSON_VALUES = 2_000_000
 JSON_LEVELS = 32
 """Bounds of a JSON file, which has 262,144 names besides: a run's record lists the ids of all its images."""
+MOST_BYTES = sys.maxsize
+if hasattr(os, "sysconf"):
+    MOST_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+"""Of a file of weights or of a State."""
 _LEVELS = 100
 """Maximum folder depth: functions that copy or remove folders recurse for each level."""
 _NUMBER = 64  # characters: no number in a configuration needs more, and YAML takes minutes to read 1:1:1:...

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map_only
 
 from medfl.core import (
     JSON_VALUES,
+    MOST_BYTES,
     RunError,
     Tensors,
     Weights,
@@ -40,10 +41,6 @@ _ROUND = "round"
 """In a State's file: name of the tensor with its round; the State's own tensors are numbered."""
 _LEVELS = 200
 """Of a State's description, two for each of the State's own."""
-MOST_BYTES = sys.maxsize
-if hasattr(os, "sysconf"):
-    MOST_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-"""Of weights or a State."""
 _MAGIC = 0x1950A86A20F9469CFC6C
 """Magic number of a file of PyTorch before 1.6."""
 State = dict[str, Any]

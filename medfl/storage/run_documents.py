@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, TypedDict
 
 from medfl.core import (
+    MOST_BYTES,
     TASKS,
     Config,
     Count,
@@ -34,7 +35,6 @@ from medfl.core import (
     refuse_untrusted_module,
     type_errors,
 )
-from medfl.storage.files import MOST_BYTES
 
 MANIFEST = "manifest.json"
 NEWCOMERS = "newcomers.csv"

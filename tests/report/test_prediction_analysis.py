@@ -19,6 +19,8 @@ from medfl.report.picture import image_picture
 from medfl.report.prediction_analysis import PredictionAnalysis, analyse_predictions
 from tests.support.run_folders import CLASSES, Make, Page, build, render
 
+HEADER = ",".join(["id,site,label,predicted", *(f"p_{name}" for name in CLASSES)])
+
 
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
@@ -117,7 +119,7 @@ def test_more_classes_than_colours_are_grey(make: Make, drawn: None) -> None:
 def test_worst_cases_are_listed_where_their_pictures_are_missing(make: Make) -> None:
     folder = make(rounds=1, sites=2)
     lines = [
-        "id,site,label,predicted,p_a,p_b,p_c",
+        HEADER,
         "right,site-1,0,0,0.9,0.1,0",
         "wrong,site-2,2,1,0.0,0.99,0.01",
     ]
@@ -166,9 +168,7 @@ def test_an_interval_without_width_is_a_dash(make: Make, drawn: None) -> None:
         f"x{i},site-1,{i % 3},{i % 3},{int(i % 3 == 0)},{int(i % 3 == 1)},{int(i % 3 == 2)}"
         for i in range(12)
     ]
-    (folder / "predictions.csv").write_text(
-        "\n".join(["id,site,label,predicted,p_a,p_b,p_c", *lines]) + "\n"
-    )
+    (folder / "predictions.csv").write_text("\n".join([HEADER, *lines]) + "\n")
     assert found(folder).intervals["accuracy"] == (1.0, 1.0)
     _, page = render(folder)
     assert "1.000 to 1.000" not in page.text
@@ -200,11 +200,9 @@ def test_two_classes_of_which_one_has_no_case(make: Make, drawn: None) -> None:
 @pytest.mark.parametrize("cell", ["1.5", "-0.1", "", "much"])
 def test_a_probability_that_is_none_is_named(make: Make, cell: str) -> None:
     folder = make(rounds=1)
-    (folder / "predictions.csv").write_text(
-        f"id,site,label,predicted,p_a,p_b,p_c\nx,s,0,0,0.5,0.5,{cell}\n"
-    )
+    (folder / "predictions.csv").write_text(f"{HEADER}\nx,s,0,0,0.5,0.5,{cell}\n")
     with pytest.raises(
-        InputError, match=r"predictions.csv has (a probability|no number in column p_c)"
+        InputError, match=r"predictions.csv has (a probability|no number in column p_viral)"
     ):
         write_report(folder)
 
