@@ -556,6 +556,7 @@ METRICS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(NAMES, FEW))
 def test_central_training_test_and_inference(name: str, workplace: Path) -> None:
     folder = datasets.write_phantom(name, workplace / "phantom", per_class=10, size=24)
@@ -672,6 +673,7 @@ def check_volumes(items: list[datasets.Item], dice: float) -> None:
     assert np.mean(scores) == pytest.approx(dice, abs=0.05)
 
 
+@pytest.mark.slow
 @every_bundle
 def test_properties_that_monai_asks_for(
     name: str, phantoms: dict[str, Path], workplace: Path

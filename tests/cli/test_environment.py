@@ -34,6 +34,7 @@ def shell(place: Path, command: str, **variables: str) -> subprocess.CompletedPr
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "code"),
     [
@@ -51,6 +52,7 @@ def test_a_stream_may_be_closed_or_full(tmp_path: Path, command: str, code: int)
     assert len(done.stderr.splitlines()) == int("> /dev/full" in command)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ends", "code"), [("return 3", 3), ("return 0", 0), ("raise KeyError", 1)]
 )

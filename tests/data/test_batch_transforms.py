@@ -67,6 +67,7 @@ OBLONG = torch.arange(30.0).reshape(1, 5, 6)
 CUBE = torch.arange(27.0).reshape(1, 3, 3, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("transforms", "image", "outcomes"),
     [

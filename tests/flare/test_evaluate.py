@@ -195,6 +195,7 @@ def test_sites_tell_what_a_simulation_of_each_finds(
     assert entries[-1]["numbers"]["test/cases"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bundle", "metric"), [("chest_xray14", "loss"), ("bone_age", "mae")])
 def test_findings_and_numbers_are_told(bundle: str, metric: str, tmp_path: Path) -> None:
     """What a simulation of the one site finds; areas under curves within the bound that is told."""

@@ -294,6 +294,7 @@ def test_generated_images_come_to_be_seen_as_their_class() -> None:
 # Conditions
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "dimension"),
     [

@@ -194,6 +194,7 @@ def test_the_first_round_is_fedavg_bit_for_bit(classes: Toy) -> None:
         assert bits(second) != bits(simulate(load("fedavg"), toy, 2).server["weights"])
 
 
+@pytest.mark.slow
 def test_it_removes_the_drift(lines: Toy) -> None:
     """With five local steps it it reaches the minimiser of (1/N) sum f_k; FedAvg stops elsewhere (its tests)."""
     toy = replace(lines, epochs=5)

@@ -101,6 +101,7 @@ def test_two_rounds_lower_the_loss_on_images(name: str) -> None:
     two_rounds_lower_the_loss(name, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(SEGMENTING))
 def test_two_rounds_lower_the_loss_on_volumes(name: str) -> None:
     two_rounds_lower_the_loss(name, 3)

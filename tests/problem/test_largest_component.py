@@ -185,6 +185,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_the_global_model_of_a_personal_method_keeps_what_its_scores_keep(
     shared: Path,
 ) -> None:

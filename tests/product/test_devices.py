@@ -227,6 +227,7 @@ def segmentation(name: str, device: torch.device) -> Any:
     return bits(on_cpu([found.server, found.states, weights]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", mostly_slow(SEGMENTING, QUICK))
 def test_every_method_segments_as_on_the_cpu(method: str, device: torch.device) -> None:
     assert segmentation(method, device) == segmentation(method, CPU)

@@ -79,6 +79,7 @@ VERBS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "error", [KeyboardInterrupt(), OSError(errno.ENOSPC, "full")], ids=["interrupt", "full"]
 )
@@ -124,6 +125,7 @@ def test_a_new_folder_is_whole_or_absent(
     assert code in (0, 1, 130)
 
 
+@pytest.mark.slow
 def test_an_examination_goes_on_whenever_it_was_ended(
     given: Path,
     ending: Ending,

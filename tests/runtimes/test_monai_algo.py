@@ -191,6 +191,7 @@ READ = [name for name in sorted(shipped()) if read_protocol(name)["task"] not in
 """Without those of findings and numbers: MONAI's statistics read every label but a class as an image."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(READ, USUAL))
 def test_statistics_count_every_image(
     name: str, places: Path, monkeypatch: pytest.MonkeyPatch

@@ -81,6 +81,7 @@ def test_classes_by_folder_and_by_table_train_alike_and_are_predicted(tmp_path: 
     assert (seen.channels, seen.sides) == (1, (30, 40))
 
 
+@pytest.mark.slow
 def test_masks_of_pictures_are_learned_and_written_in_their_place(tmp_path: Path) -> None:
     data = tmp_path / "data"
     (data / "masks").mkdir(parents=True)

@@ -391,6 +391,7 @@ def test_it_is_supervised_deeply_as_by_monai_alone(tmp_path: Path) -> None:
     assert torch.equal(open_problem(str(bundle)).loss(mine, y), loss)
 
 
+@pytest.mark.slow
 def test_from_folders_to_a_round(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

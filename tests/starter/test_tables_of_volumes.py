@@ -102,6 +102,7 @@ def test_the_bundle_has_the_table_and_resized_volumes(
     assert "picture" not in text
 
 
+@pytest.mark.slow
 def test_scores_are_those_of_scikit_learn(data: Path, tmp_path: Path) -> None:
     """Of the test images of a run, and of the same images by `medfl predict --reference`."""
     settings: dict[str, Any] = {"data": data, "jobs": 1, "sites": 2, "rounds": 6, "local_epochs": 3}
