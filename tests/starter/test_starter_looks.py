@@ -282,6 +282,20 @@ def test_images_that_are_turned_by_exif_are_told_beside_their_masks(tmp_path: Pa
     assert "the image is turned upright by its EXIF, the mask is as stored, in 5 files" in told
 
 
+def test_channels_of_pictures_in_several_files_are_refused_as_such(tmp_path: Path) -> None:
+    """As nnU-Net has them; each was said to be no file."""
+    pairs(tmp_path)
+    for path in [*(tmp_path / "images").iterdir()]:
+        picture(path.with_name(f"{path.stem}_0001.png"))
+        path.rename(path.with_name(f"{path.stem}_0000.png"))
+
+    with pytest.raises(
+        InputError,
+        match=r"c00_0001\.png has its channels in several files .*; save them as one RGB",
+    ):
+        starter.survey(tmp_path / "images", tmp_path / "masks")
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_picture_with_nan_is_refused_by_name(value: float, tmp_path: Path) -> None:
     classes(tmp_path, "a", "b", ending="tif", most=1, dtype=np.float32)

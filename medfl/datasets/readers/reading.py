@@ -309,6 +309,13 @@ def read_pixels(
         InputError: unreadable or truncated image, one of several pages, or another number of channels that is not
             converted.
     """
+    if JOINED in uri:
+        raise InputError(
+            f"image {uri} has its channels in several files",
+            "channels of a picture in one file, of a volume in several",
+            "save them as one RGB picture, or as NIfTI",
+        )
+
     advice = "copy the file again, or remove it from the data"
     with refusing(f"image {uri} cannot be read", READABLE, advice):
         path, part = split_uri(uri)
@@ -365,7 +372,7 @@ def read_pixels(
 
         pixels = pixels.astype(pixels.dtype.newbyteorder("="), copy=False)
 
-    pixels = pixels[..., None] if pixels.ndim == 2 else pixels
+    pixels = np.atleast_3d(pixels)
     if channels and pixels.shape[-1] != channels:
         if not convert or {channels, pixels.shape[-1]} - {1, 2, 3, 4}:
             raise InputError(
@@ -562,7 +569,7 @@ def resize(pixels: Pixels, size: tuple[int, int]) -> Pixels:
             np.ascontiguousarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels)
         )
         resized = np.array(image.resize(size[::-1], Image.Resampling.BILINEAR))
-        return resized[..., None] if resized.ndim == 2 else resized
+        return np.atleast_3d(resized)
 
     import torch
 
