@@ -313,10 +313,10 @@ def write(
     if content.has_volumes:
         kind_text = kind_text.replace("pictures", "volumes")
 
-    noun = {"multilabel": "findings", "regression": "numbers"}.get(content.task, "classes")
-    key_metric = KINDS["segmentation" if segments else content.task].key_metric
     words = dict(
-        asdict(content), kind_text=kind_text, noun=noun, key_metric=key_metric, items_call=content.items_call,
+        asdict(content), kind_text=kind_text, items_call=content.items_call,
+        key_metric=KINDS["segmentation" if segments else content.task].key_metric,
+        noun={"multilabel": "findings", "regression": "numbers"}.get(content.task, "classes"),
         items_end=content.items_end, name=root.name, network=chosen, size=side,
         plan=content.plan,  # with its properties
     )  # fmt: skip
@@ -378,17 +378,21 @@ def _labelled(layout: UserLayout, group_by: str | None, wanted: Wanted, progress
 
     for name in index.classes:
         if re.search(r"[#@$%]|::", name) or not is_plain_text(name):
-            allowed = "a name in one line without # @ $ % and ::, which mean something in a bundle, and no formula"
             source = _SOURCES[task] if layout.labels else "class folder"
-            raise InputError(f"{source} {name!r}", allowed, "rename it")
+            raise InputError(
+                f"{source} {name!r}",
+                "a name in one line without # @ $ % and ::, which mean something in a bundle, and no formula",
+                "rename it",
+            )
 
     # folders of classes hold pictures
     as_volumes = bool(layout.labels) and not tables.image_files(own.path_below(root, layout.images))
     facts = _read_all(index.records, as_volumes, progress)
     counts = _counts(index.records, len(index.classes), task)
     divided = own.sections_of(root, index, group_by)
-    in_test = [record for record, section in divided if section == "test"]
-    tested = _counts(in_test, len(index.classes), task)
+    tested = _counts(
+        [record for record, section in divided if section == "test"], len(index.classes), task
+    )
     untested = []
     for name, count, count_in_test in zip(index.classes, counts, tested, strict=True):
         if count and not count_in_test:
@@ -408,7 +412,6 @@ def _labelled(layout: UserLayout, group_by: str | None, wanted: Wanted, progress
         training = [record.target for record, section in divided if section == "train"]
         fields |= _scale(index.classes, training)
 
-    columns = (f"{task}: {index.columns}",) if index.columns else ()
     return Survey(
         "labelled",
         str(root),
@@ -418,7 +421,7 @@ def _labelled(layout: UserLayout, group_by: str | None, wanted: Wanted, progress
         labels=layout.labels,
         phantom=str(own.cohort_of(record.image for record in index.records) or ""),
         notes=tuple(notes),
-        said=columns,
+        said=(f"{task}: {index.columns}",) if index.columns else (),
         task=task,
         label_column=index.column,
         uncertain=wanted.uncertain,
@@ -473,8 +476,7 @@ def _class_folders(root: Path) -> own.OwnImages:
     classes = own.class_folders(root)
     if classes:
         own.refuse_other_folders(root, classes)
-
-    if not classes and any(volumes.is_volume(path.name) for path in root.rglob("*")):
+    elif any(volumes.is_volume(path.name) for path in root.rglob("*")):
         raise InputError(
             f"{root} has volumes whose masks are not found by their names",
             "masks in a folder of their own (--masks DIR), or NAME.nii.gz beside NAME_seg.nii.gz",
@@ -560,7 +562,14 @@ def _segmented(
         _check_values(masks, values, most_shades, is_lossy)
         # a volume has no palette
         colours = pairs.check_palettes(record.mask for record in records if not as_volumes)
-        _refuse_ignored(layout, present)
+        # they would become a class, or background
+        if count := sum(layout.ignored in values for values in present):
+            raise InputError(
+                f"{count} of {len(present)} masks have the value {layout.ignored}, which {conventions.NNUNET_FILE} "
+                "calls 'ignore': pixels that nobody has labelled",
+                "masks that say a class of each pixel: neither loss nor scores here leave some out",
+                "label these pixels, cut them off, or move the cases away",
+            )
     except InputError as error:
         if images != masks and _swapped(records[0], as_volumes):
             raise InputError(
@@ -588,6 +597,12 @@ def _segmented(
     if filled and len(names) < 3:
         notes += (
             f"in {filled} of {len(facts)} masks structures fill more than half: is 0 the background there?",
+        )
+    counted = all(len(values | {0}) > max(values) for values in present)
+    if counted and len({*map(max, present)}) > 3:
+        notes += (
+            "masks have the values 1, 2, ... up to a number of their own, as numbered objects (cells, nuclei) do: here "
+            "each value is a class; write 1 for all objects of a kind",
         )
     if absent:
         notes += (f"no mask has the values {', '.join(absent)}",)
@@ -686,21 +701,10 @@ def _names_of_values(
 def _white_as_one(present: list[Set[int]], as_volumes: bool) -> list[Set[int]]:
     """Replace 255 by 1 in masks with only 0 and 255, or 0 and 1; for volumes some must have the latter."""
     is_binary = all(values <= {0, 255} or values <= {0, 1} for values in present)
-    if is_binary and not (as_volumes and all(values <= {0, 255} for values in present)):
+    if is_binary and (not as_volumes or any(1 in values for values in present)):
         return [{min(value, 1) for value in values} for values in present]
 
     return present
-
-
-def _refuse_ignored(layout: UserLayout, present: Sequence[Set[int]]) -> None:
-    """Raise an InputError if masks have unlabelled pixels: they would become a class, or background."""
-    if count := sum(layout.ignored in values for values in present):
-        raise InputError(
-            f"{count} of {len(present)} masks have the value {layout.ignored}, which {conventions.NNUNET_FILE} calls "
-            "'ignore': pixels that nobody has labelled",
-            "masks that say a class of each pixel: neither loss nor scores here leave some out",
-            "label these pixels, cut them off, or move the cases away",
-        )
 
 
 def _read_all(records: Sequence[Record], as_volumes: bool, progress: bool) -> list[PictureFacts]:

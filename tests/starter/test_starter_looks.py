@@ -296,6 +296,30 @@ def test_channels_of_pictures_in_several_files_are_refused_as_such(tmp_path: Pat
         starter.survey(tmp_path / "images", tmp_path / "masks")
 
 
+def test_masks_of_numbered_objects_are_told(tmp_path: Path) -> None:
+    """Instances, as nuclei are published: each number would be a class. Structures, some of them absent, are not told."""
+    for numbers in ((1, 2), (1, 3, 2, 4), (1,), (3, 2, 1), (4,), (2, 5)):
+        for case in range(12):
+            picture(tmp_path / "images" / f"c{case:02d}.png")
+            mask = np.zeros((8, 8), np.uint8)
+            for place, number in enumerate(numbers):
+                mask[place, : case % 4 if len(numbers) > 3 else 2] = number
+
+            (tmp_path / "masks").mkdir(exist_ok=True)
+            Image.fromarray(mask).save(tmp_path / "masks" / f"c{case:02d}.png")
+
+        told = starter.survey(tmp_path / "images", tmp_path / "masks").notes
+        assert not any("numbered objects" in note for note in told)
+
+    for case, path in enumerate(sorted((tmp_path / "masks").iterdir())):
+        mask = np.zeros((8, 8), np.uint8)
+        mask.flat[: case % 5 + 1] = np.arange(1, case % 5 + 2)
+        Image.fromarray(mask).save(path)
+
+    told = starter.survey(tmp_path / "images", tmp_path / "masks").notes
+    assert any("numbered objects (cells, nuclei)" in note for note in told)
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_picture_with_nan_is_refused_by_name(value: float, tmp_path: Path) -> None:
     classes(tmp_path, "a", "b", ending="tif", most=1, dtype=np.float32)
