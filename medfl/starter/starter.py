@@ -736,7 +736,7 @@ def _check_values(masks: Path, values: set[int], shades: int, is_lossy: bool) ->
         advice = "save the masks in black and white, or a value a class, as PNG, or name each class with --classes"
     elif most > _MOST_CLASSES:
         problem = text
-        advice = "save a value a class"
+        advice = "save a value a class; of numbered objects, as cells, 1 for all"
     else:
         return
 
