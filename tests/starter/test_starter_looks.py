@@ -297,7 +297,7 @@ def test_channels_of_pictures_in_several_files_are_refused_as_such(tmp_path: Pat
 
 
 def test_masks_of_numbered_objects_are_told(tmp_path: Path) -> None:
-    """Instances, as nuclei are published: each number would be a class. Structures, of which some lack, are not told."""
+    """Instances, as nuclei are published: each number would be a class. Structures, some of them absent, are let be."""
     for numbers in ((1, 2), (1, 3, 2, 4), (1,), (3, 2, 1), (4,), (2, 5)):
         for case in range(12):
             picture(tmp_path / "images" / f"c{case:02d}.png")
