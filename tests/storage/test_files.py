@@ -146,7 +146,7 @@ def test_a_failing_rename_leaves_the_old_file_and_no_other(
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(
         RunError,
-        match=r"state \(\d+ bytes\): no space left.*; repeat, in a new --out",
+        match=r"state \(\d+ bytes\): no space left.*; repeat, with a new --out",
     ):
         save_state(path, {"x": 2})
     assert [p.name for p in tmp_path.iterdir()] == ["state"]
