@@ -35,7 +35,7 @@ _TYPES = {
 _DTYPES = frozenset(_TYPES.values())
 _ENTRY = {"dtype", "shape", "data_offsets"}
 _FACTOR = 8  # times the largest network
-_FLOOR = 268_435_456  # bytes, 256 MiB, that every run may send
+_FLOOR = 2**28  # bytes that every run may send
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class MessageLimits:
             size = max(size, sum(tensor.nbytes for tensor in network.values()))
             most = max(most, len(network))
 
-        return cls(size=max(_FLOOR, _FACTOR * size), tensors=max(8192, _FACTOR * most))
+        return cls(size=max(_FLOOR, _FACTOR * size), tensors=max(cls.tensors, _FACTOR * most))
 
     # A document
 

@@ -598,8 +598,9 @@ def _segmented(
         notes += (
             f"in {filled} of {len(facts)} masks structures fill more than half: is 0 the background there?",
         )
-    counted = all(len(values | {0}) > max(values) for values in present)
-    if counted and len({*map(max, present)}) > 3:
+    # who names several values knows that they are structures
+    are_numbered = name_count < 2 and all(len(values | {0}) > max(values) for values in present)
+    if are_numbered and len({*map(max, present)}) > 3:
         notes += (
             "masks have the values 1, 2, ... up to a number of their own, as numbered objects (cells, nuclei) do: here "
             "each value is a class; write 1 for all objects of a kind",

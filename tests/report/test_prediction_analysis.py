@@ -17,9 +17,7 @@ from medfl.core.errors import InputError
 from medfl.report import RunFiles, write_report
 from medfl.report.picture import image_picture
 from medfl.report.prediction_analysis import PredictionAnalysis, analyse_predictions
-from tests.support.run_folders import CLASSES, Make, Page, build, render
-
-HEADER = ",".join(["id,site,label,predicted", *(f"p_{name}" for name in CLASSES)])
+from tests.support.run_folders import CLASSES, HEADER, Make, Page, build, render
 
 
 @pytest.fixture

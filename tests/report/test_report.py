@@ -21,7 +21,7 @@ from PIL.PngImagePlugin import PngInfo
 from medfl.core.errors import InputError
 from medfl.report import RunFiles, formatting, result_table, write_report
 from medfl.report.model_plots import generated_grid
-from tests.support.run_folders import CLASSES, Make, build, render
+from tests.support.run_folders import CLASSES, HEADER, Make, build, render
 
 
 @pytest.fixture
@@ -88,12 +88,7 @@ def test_confusion_matrix_by_hand(make: Make) -> None:
     folder = make(sites=2)
     pairs = [(0, 0), (0, 0), (0, 0), (0, 1), (1, 1), (2, 1)]
     lines = [f"t{i},site-1,{label},{predicted},1,0,0" for i, (label, predicted) in enumerate(pairs)]
-    (folder / "predictions.csv").write_text(
-        "\n".join(
-            [",".join(["id,site,label,predicted", *(f"p_{name}" for name in CLASSES)]), *lines]
-        )
-        + "\n"
-    )
+    (folder / "predictions.csv").write_text("\n".join([HEADER, *lines]) + "\n")
     _, page = render(folder)
     matrix, foot = "".join(page.text.split()).split("sensitivity")[1].split("precision")
     assert matrix == "normal31040.750" + "bacterialpneumonia01011.000" + "viralpneumonia01010.000"

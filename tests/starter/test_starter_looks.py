@@ -318,6 +318,8 @@ def test_masks_of_numbered_objects_are_told(tmp_path: Path) -> None:
 
     told = starter.survey(tmp_path / "images", tmp_path / "masks").notes
     assert any("numbered objects (cells, nuclei)" in note for note in told)
+    named = starter.survey(tmp_path / "images", tmp_path / "masks", names=["a", "b", "c", "d", "e"])
+    assert not any("numbered objects" in note for note in named.notes)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

@@ -15,6 +15,8 @@ from medfl.report import write_report
 
 Make = Callable[..., Path]
 CLASSES = ["normal", "bacterial pneumonia", "viral pneumonia"]
+HEADER = ",".join(["id,site,label,predicted", *(f"p_{name}" for name in CLASSES)])
+"""Of their predictions.csv."""
 
 
 def metrics_at(level: float, draw: np.random.Generator) -> dict[str, float]:

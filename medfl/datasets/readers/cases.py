@@ -16,9 +16,8 @@ from medfl.datasets.readers.volumes import bare
 
 TABLE = "cases.csv"
 SPLIT = "table"
-SECTION_NAMES = {
-    *["train", "training", "val", "valid", "validate", "validation", "dev", "test", "testing"]
-}
+_WORDS = "train training val valid validate validation dev test testing"
+SECTION_NAMES = {*_WORDS.split()}
 """What sections are called elsewhere."""
 NOTHING = {"nan", "none", "na", "n/a", "null"}
 """What some programs write for a missing value."""

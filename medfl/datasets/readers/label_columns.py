@@ -770,7 +770,6 @@ def read(path: Path, images: Sequence[str], wanted: Wanted | None = None) -> Lab
         if entries:
             notes.append(f"{len(entries)} {reason}: left out, {tables.several(entries, 'such')}")
 
-    names = sorted({*classes.values(), *meaning.names})
     for name in columns:
         is_split = {str(row[name]).lower() for row in rows} <= cases.SECTION_NAMES
         if is_split and name not in case_heads.values():
@@ -779,6 +778,7 @@ def read(path: Path, images: Sequence[str], wanted: Wanted | None = None) -> Lab
                 "validate and test"
             )
 
+    names = sorted({*classes.values(), *meaning.names})
     if words := [repr(name) for name in names if name.lower() in cases.NOTHING]:
         notes.append(
             f"taken as names of classes: {listed(words)}; only an empty cell says no class"

@@ -306,8 +306,8 @@ def read_pixels(
     it (`dicom.read_picture`). A mask with a palette of colours is its indices, one of 2 or 4 bits its values as stored.
 
     Raises:
-        InputError: unreadable or truncated image, one of several pages, or another number of channels that is not
-            converted.
+        InputError: unreadable or truncated image, one of several pages or in several files, values that are not
+            finite, or another number of channels that is not converted.
     """
     if JOINED in uri:
         raise InputError(
