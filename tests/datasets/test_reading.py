@@ -4,6 +4,7 @@ import io
 import multiprocessing
 import pickle
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -253,3 +254,9 @@ def test_content_key_is_that_of_the_content(uris, tmp_path):
     assert content_key(uris["npz"]).split(":")[0] == str(2 * 48 * 64 * 3 + 128)
     with pytest.raises(InputError, match=r"gone\.png"):
         content_key(f"{tmp_path}/gone.png")
+
+
+def test_a_row_of_flat_numbers_is_no_picture_of_one_line(tmp_path: Path) -> None:
+    np.savez(tmp_path / "flat.npz", images=np.arange(48, dtype=np.uint8).reshape(3, 16))
+    with pytest.raises(InputError, match="has 16 channels"):
+        read_pixels(f"{tmp_path / 'flat.npz'}!images#0", channels=1)

@@ -372,7 +372,7 @@ def read_pixels(
 
         pixels = pixels.astype(pixels.dtype.newbyteorder("="), copy=False)
 
-    pixels = np.atleast_3d(pixels)
+    pixels = pixels[..., None] if pixels.ndim == 2 else pixels
     if channels and pixels.shape[-1] != channels:
         if not convert or {channels, pixels.shape[-1]} - {1, 2, 3, 4}:
             raise InputError(
