@@ -118,17 +118,20 @@ def tasks_text(entry: Document) -> str:
     return ", ".join(entry["tasks"])
 
 
-def _defaults(entry: Document) -> list[str]:
+def _defaults(entry: Document) -> str:
     """Return the first options of a method with their defaults; for prototype sharing only that it is available."""
-    defaults = [
-        f"{option['name']}={as_flag_text(option['default'])}" for option in entry["options"]
-    ]
-    return [*defaults[:_SHOWN], *(["prototypes=false"] if entry["prototype_options"] else [])]
+    defaults = []
+    for option in entry["options"][:_SHOWN]:
+        defaults.append(f"{option['name']}={as_flag_text(option['default'])}")
 
+    if entry["prototype_options"]:
+        defaults.append("prototypes=false")
 
-def _more(entry: Document) -> str:
     hidden = len(entry["options"]) - _SHOWN
-    return f" and {hidden} more" if hidden > 0 else ""
+    if hidden > 0:
+        defaults.append(f"and {hidden} more")
+
+    return " ".join(defaults) or "-"
 
 
 def _authors(paper: str) -> str:
@@ -158,7 +161,7 @@ def methods_text(document: Document) -> str:
             e["judged"],
             travels_text(e),
             "yes" if e["plain_host"] else "no",
-            " ".join(_defaults(e)) + _more(e) or "-",
+            _defaults(e),
             _authors(e["paper"]),
         ]
         for e in document["methods"]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from medfl.compare.labels import labels
 from medfl.core import Config, InputError, Refused, Run, did_you_mean, json_values, printable
+from medfl.core.setting_values import float_or_nan
 from medfl.report import RunFiles
 from medfl.report.formatting import setting
 from medfl.storage import GRID, require_unused
@@ -117,16 +118,9 @@ def check_names(runs: Sequence[Run], against: str | None, target: str | None) ->
             did_you_mean(against, names, "choose one of them"),
         )
 
-    if target is not None and target not in names and not _is_finite(target):
+    if target is not None and target not in names and not math.isfinite(float_or_nan(target)):
         advice = did_you_mean(target, names, "give --target one of these")
         raise InputError(f"--target {target}", f"a number, or one of {methods}", advice)
-
-
-def _is_finite(text: str) -> bool:
-    try:
-        return math.isfinite(float(text))
-    except ValueError:
-        return False
 
 
 def differing_settings(first: Mapping[str, object], second: Mapping[str, object]) -> list[str]:

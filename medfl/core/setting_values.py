@@ -35,7 +35,7 @@ def messages(text: str) -> tuple[str, float]:
         return kind, 0.0
 
     # A value of 4 bytes needs an index of 4 bytes: above one half nothing is saved.
-    fraction = _number(share)
+    fraction = float_or_nan(share)
     if not 0 < fraction <= 0.5:
         raise InputError(
             f"--messages {text}",
@@ -65,7 +65,7 @@ def aggregation(text: str) -> tuple[str, float, int, float | None]:
         return kind, 0.0, 0, None
 
     if kind == "clip":
-        bound = None if number == "auto" else _number(number)
+        bound = None if number == "auto" else float_or_nan(number)
         if bound is not None and not 0 < bound < math.inf:
             raise InputError(
                 f"--aggregation {text}",
@@ -76,7 +76,7 @@ def aggregation(text: str) -> tuple[str, float, int, float | None]:
         return kind, 0.0, 0, bound
 
     if kind == "trimmed":
-        fraction = _number(number)
+        fraction = float_or_nan(number)
         # The same number is cut at each end, so one half would leave nothing.
         if not 0 <= fraction < 0.5:
             raise InputError(
@@ -126,7 +126,7 @@ def spacings(text: str) -> dict[str, tuple[float, ...]]:
     """Return site -> mm along each axis, of `--site-spacing`; InputError for text of another form."""
     sites: dict[str, tuple[float, ...]] = {}
     for site, sides in by_site("--site-spacing")(text).items():
-        mm = tuple(map(_number, sides[0].split("x")))
+        mm = tuple(map(float_or_nan, sides[0].split("x")))
         if len(sides) > 1 or len(mm) != 3 or not all(0 < side < math.inf for side in mm):
             raise InputError(
                 f"--site-spacing {text}"[:200],
@@ -177,7 +177,8 @@ def site_names(text: str) -> list[str]:
     return names
 
 
-def _number(text: str) -> float:
+def float_or_nan(text: str) -> float:
+    """Return the number that a text gives, NaN if it gives none."""
     try:
         return float(text)
     except ValueError:

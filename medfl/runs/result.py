@@ -186,7 +186,11 @@ class Result(ResultTables):
     def labels(self) -> Integers:
         """The reference classes of the predictions, (N,)."""
         self._require_classification("labels")
-        return KINDS[self.task].read(self._prediction_table, self.classes).array("label")
+        cases = KINDS[self.task].read(self._prediction_table, self.classes)
+        if not cases.is_classification:
+            raise self._prediction_table.damaged("has no classes under label and predicted")
+
+        return cases.array("label")
 
     @property
     def probabilities(self) -> Floats:

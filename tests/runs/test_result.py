@@ -427,6 +427,27 @@ def test_a_table_without_a_class_s_probabilities_is_refused(
             ask()
 
 
+@pytest.mark.parametrize(
+    ("lacking", "text"),
+    [
+        (["label"], "line 2 has no class numbers"),
+        (["predicted"], "line 2 has no class numbers"),
+        (["label", "predicted"], "has no classes under label and predicted"),
+    ],
+    ids=["label", "predicted", "both"],
+)
+def test_a_table_without_classes_is_refused(
+    run: Result, tmp_path: Path, lacking: list[str], text: str
+) -> None:
+    def renamed(row: list[str]) -> list[str]:
+        return [f"x{cell}" if cell in lacking else cell for cell in row]
+
+    other = columns(run, tmp_path / "a", renamed)
+    for ask in (lambda: other.labels, lambda: other.predictions, lambda: other.subgroups("site")):
+        with pytest.raises(InputError, match=text):
+            ask()
+
+
 def test_a_record_that_gives_a_site_an_image_of_another_section_is_told(
     run: Result, tmp_path: Path
 ) -> None:
