@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from monai.inferers import SimpleInferer
 from torch import Tensor, nn
@@ -34,7 +35,6 @@ from medfl.data import Prepared, Shard, Source
 from medfl.data.prepare import prepare
 from medfl.data.prepared import as_plain
 from medfl.datasets.readers.mask_values import picture_values
-from medfl.evaluation import Cases
 from medfl.evaluation.evaluators import class_indices
 from medfl.export import configs, descriptions, network as exported
 from medfl.export.checks import LARGE, load_weights_into, problems
@@ -59,7 +59,6 @@ from medfl.storage import (
     PHANTOM,
     check_which,
     new_folder,
-    read_rows,
     require_unused,
     safe_file_name,
     save_weights,
@@ -748,7 +747,7 @@ def compare_predictions(
         The number of compared items and the largest difference; None if the file belongs to another model or other
             images, or if validation is random by an item's index among all.
     """
-    file = trained.path / "predictions.csv"
+    table = trained.files.prediction_table
     draws = images.prepared.deterministic() is not images.prepared
     of_this_model = (
         trained.which == "last"
@@ -756,33 +755,19 @@ def compare_predictions(
         and (model.site != "") == (trained.method.judged == "personal")
     )
 
-    if not of_this_model or not images.from_run or not file.is_file() or draws:
+    if not of_this_model or not images.from_run or table is None or draws:
         return None
 
+    recorded = images.bundle.kind.read(table, images.bundle.classes)
     shard = Shard.of(images.prepared, range(len(images.inputs)))
-    evaluator = evaluator_of(trained, images.bundle, model.site or None)
-    cases = evaluator(network, shard, CPU)
-    rows = {row.get("id"): row for _, row in read_rows(file)}
-    count = 0
+    cases = evaluator_of(trained, images.bundle, model.site or None)(network, shard, CPU)
+    known = {*recorded.ids}
+    ids = [ident for ident in cases.ids if ident in known]
+    before = recorded.select(ids).arrays
     largest = 0.0
-    for index, ident in enumerate(cases.ids):
-        if ident in rows:
-            count += 1
-            differences = _differences(images.bundle, cases, index, rows[ident])
-            largest = max(largest, *differences, 0.0)
+    for name, values in cases.select(ids).arrays.items():
+        if name in before and np.issubdtype(values.dtype, np.floating):
+            differences = np.abs(before[name] - values)
+            largest = max(largest, *differences[~np.isnan(differences)].tolist(), 0.0)
 
-    return {"items": count, "largest_difference": largest} if count else None
-
-
-def _differences(bundle: Problem, cases: Cases, index: int, row: Mapping[str, str]) -> list[float]:
-    if cases.reference is not None and not cases.is_classification:
-        cells = bundle.kind.row(cases, index, bundle.classes, bundle.key_metric)
-        predicted = [name for name in cells if name.startswith(("p_", "predicted_"))]
-        return [abs(float(cells[name]) - float(row[name])) for name in predicted]
-
-    if cases.is_classification:
-        recorded = [float(value) for key, value in row.items() if key.startswith("p_")]
-        computed = cases.values["probabilities"][index].tolist()
-        return [abs(a - b) for a, b in zip(recorded, computed, strict=True)]
-    values = {key: float(values[index]) for key, values in cases.values.items() if row.get(key)}
-    return [abs(float(row[key]) - value) for key, value in values.items() if value == value]
+    return {"items": len(ids), "largest_difference": largest} if ids else None

@@ -32,10 +32,9 @@ _DPI = 200
 LETTER = 0.085  # inches per letter
 ENTRY = 28  # letters of a legend's entry; two fit beside each other
 _THUMBNAIL = 256  # maximum pixels of the longer side of a single image
-# Of a legend; more rows make the figure higher.
-_MOST_BYTES = 1 << 26
-_COLUMNS = 2
-_ROWS = 6
+_MOST_BYTES = 1 << 26  # of a file that is read
+_COLUMNS = 2  # of a legend
+_ROWS = 6  # of a legend; more make the figure higher
 _STYLE: dict[Any, Any] = {
     "text.parse_math": False,  # names of classes and sites may contain a dollar sign
     "font.size": 10,

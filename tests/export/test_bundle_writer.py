@@ -17,6 +17,7 @@ from typing import Any
 import monai.bundle
 import nibabel
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import yaml
@@ -456,6 +457,18 @@ def test_the_best_round_is_the_one_that_was_kept(plain: Path, tmp_path: Path) ->
         torch.equal(t, best[n])
         for n, t in load_weights(tmp_path / "bundle/models/model.safetensors").items()
     )
+
+
+def test_sorted_columns_of_the_predictions_are_those_of_their_names(
+    plain: Path, tmp_path: Path
+) -> None:
+    """A table that a spreadsheet program saved in another order is the same table."""
+    run = Path(shutil.copytree(plain, tmp_path / "run"))
+    table = pd.read_csv(run / "predictions.csv", dtype=str)
+    table[sorted(table.columns, reverse=True)].to_csv(run / "predictions.csv", index=False)
+    exported = export(run, tmp_path / "bundle", formats=())["bundles"][0]
+    assert exported["predictions"]["items"] > 0
+    assert exported["predictions"]["largest_difference"] < 1e-6
 
 
 def test_other_weights_than_those_that_were_scored_are_refused(plain: Path, tmp_path: Path) -> None:
