@@ -761,13 +761,13 @@ def compare_predictions(
     recorded = images.bundle.kind.read(table, images.bundle.classes)
     shard = Shard.of(images.prepared, range(len(images.inputs)))
     cases = evaluator_of(trained, images.bundle, model.site or None)(network, shard, CPU)
-    known = {*recorded.ids}
-    ids = [ident for ident in cases.ids if ident in known]
-    before = recorded.select(ids).arrays
+    recorded_ids = {*recorded.ids}
+    ids = [ident for ident in cases.ids if ident in recorded_ids]
+    scored = recorded.select(ids).arrays
     largest = 0.0
     for name, values in cases.select(ids).arrays.items():
-        if name in before and np.issubdtype(values.dtype, np.floating):
-            differences = np.abs(before[name] - values)
+        if name in scored and np.issubdtype(values.dtype, np.floating):
+            differences = np.abs(scored[name] - values)
             largest = max(largest, *differences[~np.isnan(differences)].tolist(), 0.0)
 
     return {"items": len(ids), "largest_difference": largest} if ids else None

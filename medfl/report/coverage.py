@@ -37,7 +37,7 @@ def _table(document: Config, key: str, first: str) -> Table:
         cells = [row["name"]]
         for _, entry, form in _COLUMNS:
             value = row.get(entry)
-            cells.append("-" if value is None else format(value, form))
+            cells.append("–" if value is None else format(value, form))
 
         body.append(cells)
 

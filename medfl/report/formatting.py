@@ -16,12 +16,12 @@ def number(value: float | None) -> str:
     if value is None or math.isnan(value):
         return "–"
 
-    return f"{value:.3f}"
+    return f"{value:.3f}".replace("-", "−")  # a minus as wide as the plus
 
 
 def signed(value: float) -> str:
     """Return a difference with its sign."""
-    return f"{value:+.3f}".replace("-", "−")  # a minus as wide as the plus
+    return f"{value:+.3f}".replace("-", "−")
 
 
 def interval(ends: tuple[float, float] | None) -> str:

@@ -353,7 +353,7 @@ def _class_counts(run: RunFiles) -> Document | None:
         if len(counts[site]) != len(run.classes):  # a table with other classes would mislead
             return None
 
-        rows.append((site, counts[site]))
+        rows.append((site, counts[site], run.size(site, "train")))
         most = max(most, *counts[site])
 
     if not rows:

@@ -144,11 +144,11 @@ def plot(
 ) -> None:
     """Draw the training images of each class at each site, and the sizes of its sections.
 
-    Findings, or fifths of the range of the numbers, replace classes; without any of them one column holds all images.
+    Findings, or fifths of the range of the numbers, replace classes; without any of them only sizes are drawn.
     The extension of `path` (png, svg, pdf) selects the file format.
     """
     sites = partition.sites
-    kind, classes, counts = _columns(partition, sections, classes or ())
+    title, classes, counts = _columns(partition, sections, classes or ())
     sizes = {}
     for name in shown_sections(partition):
         sizes[name] = [len(parts[name]) for parts in sites.values()]
@@ -156,25 +156,23 @@ def plot(
     matrix = np.array([counts[site] for site in sites], np.float64)
     file = io.BytesIO()
     with figure_of(len(sites), len(classes)) as figure:
-        widths = (width_of(len(classes)), 3.0)
-        left, right = figure.subplots(1, 2, sharey=True, width_ratios=widths)
-        draw_counts(left, list(sites), classes, matrix, matrix)
-        draw_sizes(right, list(sites), sizes)
+        if classes:
+            widths = (width_of(len(classes)), 3.0)
+            left, right = figure.subplots(1, 2, sharey=True, width_ratios=widths)
+            draw_counts(left, list(sites), classes, matrix, matrix)
+            right.set_title("Images", loc="left", size=10, color=INK)
+        else:
+            left = right = figure.subplots()
 
+        draw_sizes(right, list(sites), sizes)
         text = (
             f"partition {shorten(partition.spec, 40)}, seed {partition.seed}: {len(sites)} sites, "
         )
         text += f"{sum(sizes['train']):,} training images"
-        figure.suptitle(
-            f"Training images{kind} at each site",
-            x=0.01,
-            ha="left",
-            size=13,
-            weight="bold",
-            color=INK,
-        )
         left.set_title(text, loc="left", size=9.5, color=SOFT)
-        right.set_title("Images", loc="left", size=10, color=INK)
+        figure.suptitle(
+            f"{title} at each site", x=0.01, ha="left", size=13, weight="bold", color=INK
+        )
         figure.savefig(file, format=path.suffix[1:])
 
     write_atomic(path, file.getvalue())
@@ -183,30 +181,23 @@ def plot(
 def _columns(
     partition: Partition, sections: Sections, classes: Sequence[str]
 ) -> tuple[str, Sequence[str], dict[str, list[int]]]:
-    """Return the meaning of the columns, their names, and how many images of each a site has."""
+    """Return the meaning of the columns, their names, and how many images of each a site has; no columns if unknown."""
     train = sections["train"]
-    if classes and any("label" in item for item in train):
-        return " of each class", classes, partition.counts(sections, len(classes))
+    has_targets = targets.has_targets(sections)
+    if not classes or not (has_targets or any("label" in item for item in train)):
+        return "Images", (), dict.fromkeys(partition.sites, [])
 
-    kind = ""
-    names: Sequence[str] = ["all images"]
-    is_in = np.ones((len(train), 1), bool)
-    if classes and targets.has_targets(sections):
-        kind = " with each finding"
-        names = classes
-        rows = targets.rows_of(train)
-        is_in = rows == 1
+    if not has_targets or targets.are_findings(sections):
+        kind = "with each finding" if has_targets else "of each class"
+        return f"Training images {kind}", classes, partition.counts(sections, len(classes))
 
-    if kind and not targets.are_findings(sections):
-        kind = f" by {classes[0]}"
-        first = rows[:, 0]
-        edges = np.linspace(np.nanmin(first), np.nanmax(first), _PARTS + 1)
-        # unknown values are beyond the last edge
-        is_in = np.searchsorted(edges[1:], first)[:, None] == np.arange(_PARTS)
-        names = [f"{low:.3g} to {high:.3g}" for low, high in itertools.pairwise(edges)]
-
+    first = targets.rows_of(train)[:, 0]
+    edges = np.linspace(np.nanmin(first), np.nanmax(first), _PARTS + 1)
+    # unknown values are beyond the last edge
+    is_in = np.searchsorted(edges[1:], first)[:, None] == np.arange(_PARTS)
     counts = {}
     for site, held in partition.sites.items():
         counts[site] = is_in[list(held["train"])].sum(0).tolist()
 
-    return kind, names, counts
+    names = [f"{low:.3g} to {high:.3g}" for low, high in itertools.pairwise(edges)]
+    return f"Training images by {classes[0]}", names, counts

@@ -117,8 +117,9 @@ class Plan:
 
     @cached_property
     def counted(self) -> tuple[str, ...]:
-        """The classes, if the data list gives each item's label; () if only the images show them."""
-        if any("label" in item for item in self.sections["train"]):
+        """The classes or findings, if the data list gives them for each item; () if only the images show them."""
+        labelled = any("label" in item for item in self.sections["train"])
+        if labelled or self.bundle.kind.decides:
             return self.bundle.classes
 
         return ()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from medfl.data.partition.rules import assign
+from medfl.data.partition.rules import Partition, assign
 from medfl.data.partition.table import shorten, table
 from medfl.report import charts
 from medfl.report.site_chart import plot
@@ -142,8 +142,8 @@ def test_plot_without_labels(tmp_path):
         tmp_path / "chart.svg",
     )
     text = (tmp_path / "chart.svg").read_text(encoding="utf-8")
-    assert "<!-- all images -->" in text
-    assert "<!-- Training images at each site -->" in text
+    assert "<!-- Images at each site -->" in text
+    assert "<!-- partition iid, seed 0: 3 sites, 9 training images -->" in text
 
 
 @pytest.mark.parametrize(
@@ -165,6 +165,22 @@ def test_findings_and_numbers_have_columns(
     assert "30 training images" in text
     for column in columns:
         assert f"<!-- {column} -->" in text
+
+
+def test_findings_are_counted_where_they_are_known(tmp_path: Path) -> None:
+    """In the table on the terminal and in the record, from which the report draws them; a picture may have several."""
+    targets = [(1.0, None), (1.0, 1.0), (0.0, None), (None, 1.0)]
+    sections = {"train": [{"id": f"i{i}", "target": target} for i, target in enumerate(targets)]}
+    ids = {"a": {"train": ["i0", "i1", "i2"]}, "b": {"train": ["i3"]}}
+    partition = Partition.from_ids(ids, sections, spec="iid", seed=0)
+    assert partition.counts(sections, 2) == {"a": [2, 1], "b": [0, 1]}
+    text = table(partition, sections, ("Mass", "Edema"))
+    assert "training images per finding" in text
+    assert [line.split() for line in text.splitlines()[-3:]] == [
+        ["a", "3", "2", "1"],
+        ["b", "1", "-", "1"],
+        ["all", "sites", "4", "2", "2"],
+    ]
 
 
 def test_drawing_leaves_the_global_figure_list_alone(tmp_path):

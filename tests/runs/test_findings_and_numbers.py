@@ -92,8 +92,14 @@ def test_findings_are_read_back_with_their_intervals(runs: dict[str, Path]) -> N
 
 def test_the_page_of_findings(runs: dict[str, Path]) -> None:
     text = page_of(runs["multilabel fedavg"])
-    assert "trained for multilabel of 2 findings" in text
+    assert "trained for multi-label classification of 2 findings" in text
+    counts = json.loads((runs["multilabel fedavg"] / "run.json").read_text())["site_class_counts"]
+    sites = table(runs["multilabel fedavg"] / "sites.csv")
+    for row in sites:
+        assert counts[row["site"]] == [int(row[f"train_{name}"]) for name in NAMES]
+
     for words in (
+        "Training images of each site by finding", "best round by AUROC on the validation set (higher is better)",
         "Each finding", "ROC curves of the findings", "Reliability of the findings' probabilities",
         "whose probability is farthest from what is true", "Threshold", "AUROC of each finding at each site",
     ):  # fmt: skip

@@ -82,11 +82,14 @@ class Partition:
     def counts(
         self, sections: Sections, num_classes: int, section: str = "train"
     ) -> dict[str, list[int]]:
-        """Return site -> number of items of each class in one section; items without a label do not count."""
+        """Return site -> number of items of each class, or known to have each finding, in one section."""
         result = {}
         for site, held in self.sites.items():
-            labels = Counter(sections[section][i].get("label") for i in held[section])
-            result[site] = [labels[c] for c in range(num_classes)]
+            counter: Counter[int | None] = Counter()
+            for i in held[section]:
+                counter.update(targets.classes_of(sections[section][i]))
+
+            result[site] = [counter[c] for c in range(num_classes)]
 
         return result
 

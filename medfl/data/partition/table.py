@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from medfl.core import screen_width, text_table, wrap
+from medfl.data.partition import targets
 from medfl.data.partition.draw import Sections
 from medfl.data.partition.rules import Partition
 
@@ -12,7 +13,7 @@ TITLES = {"train": "training", "validate": "validation", "test": "test"}
 
 
 def table(partition: Partition, sections: Sections, classes: Sequence[str] | None) -> str:
-    """Return a text table as wide as the screen at most: training images per site and class, size of each section."""
+    """Return a text table as wide as the screen at most: training images per class or finding, sizes of sections."""
     names = list(classes or ())
     shown = shown_sections(partition)
     counts = partition.counts(sections, len(names))
@@ -37,7 +38,8 @@ def table(partition: Partition, sections: Sections, classes: Sequence[str] | Non
         head, *rows = ([row[i] for i in columns] for row in lines)
         blocks.append("\n".join(text_table(head, rows)))
 
-    content = "images per section" + ", training images per class" * bool(names)
+    noun = "finding" if targets.has_targets(sections) else "class"
+    content = "images per section" + f", training images per {noun}" * bool(names)
     title = f"partition {shorten(partition.spec, 40)}, seed {partition.seed}: {content}"
     notes = []
     for note in partition.notes:

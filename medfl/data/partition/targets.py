@@ -37,6 +37,14 @@ def rows_of(items: Sequence[Item]) -> Floats:
     return np.array([item["target"] for item in items], dtype=np.float64).reshape(len(items), -1)
 
 
+def classes_of(item: Item) -> list[int | None]:
+    """Return the numbers of the findings that an item is known to have, or of its class; [None] for no label."""
+    if item.get("target"):
+        return [number for number, value in enumerate(item["target"]) if value == 1]
+
+    return [item.get("label")]
+
+
 def has_targets(data: Sections) -> bool:
     """Tell whether all items have findings or numbers."""
     items = [item for section in data.values() for item in section]
