@@ -7,11 +7,11 @@ import io
 import json
 import os
 import re
+import shutil
 import struct
 import sys
 import zipfile
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -53,9 +53,14 @@ def _write_tensors(path: Path, named: Tensors, metadata: dict[str, str] | None =
         temporary.touch()
         mode = temporary.stat().st_mode
         safetensors.torch.save_file(named, temporary, metadata=metadata)
-        # safetensors makes files readable by the owner only; a sandbox does not allow changing that.
-        with suppress(PermissionError):
+        # safetensors makes files readable by the owner only
+        try:
             temporary.chmod(mode)
+        except PermissionError:  # in a sandbox
+            with temporary.open("rb") as private:
+                temporary.unlink()
+                with temporary.open("xb") as file:
+                    shutil.copyfileobj(private, file)
 
 
 def save_state(path: Path, state: Mapping[str, object], round_: int | None = None) -> None:
