@@ -46,7 +46,7 @@ from medfl.datasets.readers.unlabelled import joined, named
 from medfl.policy.policy import Policy
 from medfl.problem import Problem, parts
 from medfl.problem.parts import PartsProblem
-from medfl.storage import PHANTOM, cache_folder
+from medfl.storage import PHANTOM, required_cache
 
 OWN_SPLIT = "bundle"
 """The split of a third-party bundle: its own."""
@@ -63,7 +63,7 @@ _INSTEAD = {
 
 def phantom_folder(name: str) -> Path:
     """Return the phantom cohort of a data set, drawn once per user into the cache folder ($XDG_CACHE_HOME/medfl)."""
-    folder = cache_folder("phantom") / f"{name}-{PHANTOM_VERSION}"
+    folder = required_cache("phantom") / f"{name}-{PHANTOM_VERSION}"
     if not datasets.is_phantom(folder):
         try:
             datasets.write_phantom(name, folder)

@@ -51,6 +51,7 @@ from medfl.storage import (
     read_run,
     record_of,
     require_unused,
+    required_cache,
     writing,
 )
 from medfl.storage.places import CALIBRATION
@@ -205,7 +206,7 @@ def _divide(args: Namespace, use: Use, readable: Sequence[Path], why: str) -> No
     # For each bundle, and each record with code: no other process uses files that one creates there
     first_path = why.encode() + b"".join(os.fsencode(path.resolve()) for path in readable[:1])
     key = hashlib.sha256(first_path).hexdigest()[:16]
-    private = cache_folder("sandbox") / key
+    private = required_cache("sandbox") / key
     variables = private_folders(private)
     programs = (*_COMPILERS, sys.prefix, sys.base_prefix) if use.compiles else ()
     allowed = Allowed(

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         require_new_bundle as require_new_bundle,
         require_there as require_there,
         require_unused as require_unused,
+        required_cache as required_cache,
         weights_file as weights_file,
     )
     from medfl.storage.run_documents import (

@@ -118,6 +118,21 @@ def cache_folder(kind: str, *, shared: bool = False) -> Path:
     return root / kind
 
 
+def required_cache(kind: str) -> Path:
+    """Return the user's cache folder of one kind, which is made; InputError if it cannot be."""
+    folder = cache_folder(kind)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"cache {folder}, which cannot be made ({error.strerror})",
+            "HOME or XDG_CACHE_HOME is a folder of your own",
+            "set one of them",
+        ) from error
+
+    return folder
+
+
 def default_run_folder(bundle: str, method: str, seed: int) -> Path:
     """Return the run folder used without --out; InputError if the bundle's folder has no name for one."""
     return Path("runs") / f"{check_name(bundle, 'bundle')}-{method.rpartition('.')[2]}-{seed}"
