@@ -30,6 +30,8 @@ from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 from nvflare.app_common.utils.fl_model_utils import FLModelUtils
 from nvflare.app_common.workflows.model_controller import ModelController
+from nvflare.app_opt.pt.decomposers import TensorDecomposer
+from nvflare.fuel.utils import fobs
 
 from medfl.core import (
     NO_WALLS,
@@ -68,8 +70,6 @@ from medfl.storage.run_folder import SITES
 if TYPE_CHECKING:
     from medfl.flare.site import FlareSite
     from medfl.runtimes.monai_fl.held import HeldSite
-from nvflare.app_opt.pt.decomposers import TensorDecomposer
-from nvflare.fuel.utils import fobs
 
 _SHARE = 0.5
 """Maximum weight of one of three or more sites with their own images, unless the run sets it."""

@@ -1,12 +1,12 @@
 """Claims of a site that the server cannot verify: its number of items, and how far its training moved the weights.
 
 A number of items is an integer, at least 1 and at most what the site had when it introduced itself (0 if it had none).
-Among three or more replies
+Two rules hold among three or more replies:
 
-    a reply whose change exceeds `FARTHEST` times the median is refused, for each group of its tensors, as is a reply
-    with such a number beside them. More than half of the replies must be honest for the median to be;
-    no reply may exceed the share of the weight that the server allows, if the run has no cap of its own
-    (`--max-share`).
+- A reply is refused if the change of a group of its tensors, or a number beside them, exceeds `FARTHEST` times the
+  round's median. The median is honest if more than half of the replies are.
+- No reply may have more of the weight than the share that the server allows, if the run has no cap of its own
+  (`--max-share`).
 
 None of this applies if all replies have equal weight, whatever their number and distance (`--aggregation median` and
 others), because those rules tolerate what is refused here.
