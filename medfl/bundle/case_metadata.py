@@ -31,7 +31,8 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
 }
 """Name here -> names in tables, in lower case."""
 UNKNOWN = "not stated"
-_NAMES = ("image_id", "image", "isic_id", "file", "filename", "file_name", "case", "case_id", "id")
+_WORDS = "image_id image isic_id file filename file_name case case_id id"
+_NAMES = tuple(_WORDS.split())
 _SUFFIXES = (".csv", ".tsv", ".tab", "")
 _LARGEST = 1 << 26  # bytes of a table
 _BAND = 20  # years

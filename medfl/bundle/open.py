@@ -515,8 +515,7 @@ def check_folder(
 
     def read(record: Record) -> str:
         """Return what reading a case changed in it; InputError if it cannot be read."""
-        case = read_case(record, as_volumes, ids.get("mask_values") or len(classes), channels)
-        return volumes.changes_of(case)
+        return read_case(record, as_volumes, ids.get("mask_values") or len(classes), channels)[1]
 
     changes, errors = read_all(dataset.records, read, progress)
     problems += map(str, errors)
@@ -529,12 +528,19 @@ def check_folder(
             problems.append(str(error))
 
     shown = []
-    missing = []
     if task != "classification":
         shown = targets_told(task, classes, [record.target for record in dataset.records])
-        missing = _lacking(classes, divided) if task == "multilabel" else []
 
     warnings = warnings_of(columns, records, assigned, counts)
+    if task == "multilabel":
+        present = {}
+        for section in SECTIONS:
+            targets = [record.target for record, its_section in divided if its_section == section]
+            totals = tuple(column.count(1) for column in zip(*targets, strict=True))
+            present[section] = {"": totals}
+
+        warnings = warnings_of(classes, records, assigned, present)
+
     return CheckReport(
         name=bundle.name,
         folder=root,
@@ -544,21 +550,9 @@ def check_folder(
         classes=columns,
         counts=counts,
         problems=tuple(problems),
-        warnings=(*missing, *warnings),
+        warnings=tuple(warnings),
         notes=(*shown, *_notes(root, ids, dataset, records), *volumes.changes_told(changes)),
     )
-
-
-def _lacking(names: Sequence[str], divided: Sequence[tuple[Record, str]]) -> list[str]:
-    """Return a line for each section without any image with a finding."""
-    lines = []
-    for section in SECTIONS if divided else ():
-        targets = [record.target for record, its_section in divided if its_section == section]
-        absent = [name for k, name in enumerate(names) if not any(row[k] == 1 for row in targets)]
-        if absent:
-            lines.append(f"section {section} has no image of {', '.join(absent)}")
-
-    return lines
 
 
 def notes_on_images(problem: Problem) -> tuple[str, ...]:

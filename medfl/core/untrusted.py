@@ -192,7 +192,7 @@ def read_json_bytes(data: bytes) -> Plain:
 _CODECS = dict.fromkeys((b"\xff\xfe", b"\xfe\xff"), "utf-16")
 """By a text's mark of its order of bytes."""
 _NO_TABLE = re.compile(r"\s*[<{\[]")
-_ABOVE = re.compile(r"\A(?:[\s,;]*\n)?(?:sep=.\r?\n)?")
+_ABOVE = re.compile(r"\A(?:[\s,;]*\n)?(?:\"?sep=.\"?\r?\n)?(?:#[^,;\t\n]*\n)*")
 
 
 def read_table(

@@ -212,7 +212,7 @@ def in_folders(root: Path, classes: Sequence[str]) -> OwnImages:
             names.append(path)
 
     empty = not_among(classes, images)
-    notes = []
+    notes = label_columns.repeated(images)
     if empty:
         notes.append(f"no image of class {', '.join(map(repr, empty))}")
     if bare:
@@ -611,13 +611,13 @@ def sections_of(
         )
 
     sections = rule(stratified(records))
-    if empty := next((section for section in SECTIONS if section not in sections), None):
+    if empty := not_among(SECTIONS, sections):
         of_patients = ""
         if are_patients_known(map(item_of, records), dataset.rows):
             of_patients = f" of {len({record.group for record in records})} patients"
 
         raise InputError(
-            f"{len(records)} images{of_patients} in {root}, none of them in section {empty!r}",
+            f"{len(records)} images{of_patients} in {root}, none of them in section {empty[0]!r}",
             f"sections are {', '.join(SECTIONS)}: at least 3 images of one class, of as many patients",
             f"add images, or name their sections in column 'section' of {cases.TABLE}",
         )

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from medfl.core import NO_WALLS, Document, InputError, RunError, not_plain, printable
+from medfl.core import NO_WALLS, Document, InputError, RunError, not_among, not_plain, printable
 from medfl.flare.files import read_kit_file, read_resources
 from medfl.safety.bounds import end_with_parent
 
@@ -151,7 +151,7 @@ def prepare(kit: Path, kind: str) -> Document:
         Path(config.audit).parent.mkdir(parents=True, exist_ok=True)
 
     # a simulation's classes take folders from the job, whatever a site's file lists
-    listed = [name for name in config.classes if name not in (*ALLOWED, *SIMULATED)]
+    listed = not_among(config.classes, (*ALLOWED, *SIMULATED))
     classes = [*ALLOWED, *listed]
     secure(kit, kind, classes)
     return {

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from medfl.core import Floats, listed, printable
+from medfl.core import Floats, listed, not_among, printable
 from medfl.data import NO_LABEL
 from medfl.datasets.readers.checking import targets_told
+from medfl.datasets.readers.label_columns import outcomes
 from medfl.datasets.readers.volumes import changes_told
 from medfl.partner.scanning import ScannedItem, sections
 from medfl.problem import Problem, tensor_described
@@ -200,16 +201,10 @@ class Findings:
                 yield Finding("labels", "ok", line)
 
             if bundle.task == "multilabel":
-                yield from self._lacking_outcome(table)
+                for line in outcomes([*map(printable, names)], table.tolist()):
+                    yield Finding("labels", "warning", line, "nothing, if this is so at your site")
             else:
                 yield from self._odd_numbers(table, [str(item["id"]) for item in items])
-
-    def _lacking_outcome(self, table: Floats) -> Iterator[Finding]:
-        """Name the findings without positive items, or without known negative ones, among (N, K)."""
-        advice = "nothing, if this is so at your site"
-        for outcome, text in ((1, "no image has"), (0, "no image is known to lack")):
-            if absent := [*compress(self._bundle.classes, ~(table == outcome).any(0))]:
-                yield Finding("labels", "warning", f"{text} {named(absent)}", advice)
 
     def _odd_numbers(self, table: Floats, ids: Sequence[str]) -> Iterator[Finding]:
         """Name numbers (N, K) unlike the site's others, or unlike those known from the bundle."""
@@ -225,9 +220,9 @@ class Findings:
                 text = f"the median of {printable(name)} is {middle:.4g}, in the bundle it is {mean:.4g} ± {sd:.4g}"
                 yield Finding("labels", "warning", text, "see whether it has the same unit")
 
-            if len(column) and (far := _far(compress(ids, is_known), column[:, None])):
-                text = f"{printable(name)} unlike the others: {named(far)}"
-                yield Finding("labels", "warning", text, "look at them")
+            if len(column):
+                label = f"{printable(name)} "
+                yield from _unlike("labels", compress(ids, is_known), column[:, None], label)
 
     def _structures(self) -> Iterator[Finding]:
         if not self._masked:
@@ -297,12 +292,9 @@ class Findings:
             # 2D and 3D are not comparable: the fewer are the odd ones
             usual = dimensions.most_common(1)[0][0]
             comparable = {}
-            odd = []
             for name, sides in sides_by_name.items():
                 if len(sides) == usual:
                     comparable[name] = sides
-                else:
-                    odd.append(name)
 
             rows = np.array(list(comparable.values()), np.float64)
             unit = "voxels"
@@ -314,7 +306,7 @@ class Findings:
             text = " x ".join(map(_span, rows.T))
             yield Finding(topic, "ok", f"{text} {unit} (median, from least to most)")
 
-            if odd:
+            if odd := not_among(sides_by_name, comparable):
                 yield Finding(
                     topic,
                     "warning",
@@ -322,13 +314,7 @@ class Findings:
                     "see whether they belong here",
                 )
 
-            if far := _far(comparable, rows):
-                yield Finding(
-                    topic,
-                    "warning",
-                    f"unlike the others: {named(far)}",
-                    "see whether they belong here",
-                )
+            yield from _unlike(topic, comparable, rows)
 
         by_channels = defaultdict(list)
         for image in self._images:
@@ -351,7 +337,7 @@ class Findings:
             f"{len(channels)} in each image: {printable(', '.join(channels), 200)}",
         )
         if lacking:
-            there = ",".join(name for name in channels if name not in lacking)
+            there = ",".join(not_among(channels, lacking))
             yield Finding(
                 "channels",
                 "warning",
@@ -369,10 +355,7 @@ class Findings:
         yield Finding(
             "intensity", "ok", f"least {low}, mean {mean}, most {high}, as networks get them"
         )
-        if far := _far(ranges, rows):
-            yield Finding(
-                "intensity", "warning", f"unlike the others: {named(far)}", "look at them"
-            )
+        yield from _unlike("intensity", ranges, rows)
 
         if flat := [image.name for image in self._images if image.values and all(image.empty)]:
             yield Finding(
@@ -450,10 +433,11 @@ def _span(column: Floats) -> str:
     return f"{middle} ({low} to {high})"
 
 
-def _far(names: Iterable[str], rows: Floats) -> list[str]:
-    """Return the names of rows (N, K) with a number far from the others in its column."""
+def _unlike(topic: str, names: Iterable[str], rows: Floats, label: str = "") -> Iterator[Finding]:
+    """Name the rows (N, K) with a number far from the others in its column."""
     low, middle, high = np.percentile(rows, (25, 50, 75), axis=0)
     # if most items are equal, a fifth of the median replaces the interquartile range
     reach = _FAR * np.maximum(high - low, 0.2 * np.abs(middle) + 1e-9)
     is_far = ((rows < low - reach) | (rows > high + reach)).any(1)
-    return list(compress(names, is_far))
+    if far := [*compress(names, is_far)]:
+        yield Finding(topic, "warning", f"{label}unlike the others: {named(far)}", "look at them")

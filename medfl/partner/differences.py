@@ -10,7 +10,8 @@ from pathlib import Path
 from medfl.core import printable
 from medfl.policy.inspection import File, Inspection
 
-_TEXT = (".py", ".json", ".yaml", ".yml", ".md", ".txt", ".cfg", ".conf", ".sh")
+_WORDS = ".py .json .yaml .yml .md .txt .cfg .conf .sh"
+_TEXT = tuple(_WORDS.split())
 _LARGEST = 1_000_000
 
 

@@ -77,7 +77,7 @@ def scan(bundle: Problem, section: str, *, progress: bool = False) -> Iterator[S
             continue
 
         shape, spacing = _file(image, entry)
-        changes = changes_of((image, label))
+        changes = changes_of(image, label)
         label = item.get("label", label)
         if NO_LABEL in item:
             label = None

@@ -65,16 +65,11 @@ def name_set(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_LOADED = (
-    "monai.handlers",
-    "torch.nn.parallel",
-    "torch.utils.data.distributed",
-    "torch.amp",
-    "torch.cuda.amp",
-    "torchvision.models",
-    "ignite.metrics",
-    "ignite.handlers",
-)
+_WORDS = """
+    monai.handlers torch.nn.parallel torch.utils.data.distributed torch.amp torch.cuda.amp
+    torchvision.models ignite.metrics ignite.handlers
+"""
+_LOADED = _WORDS.split()
 """Modules that are loaded to find components; `import monai` loads its others."""
 _CLASSES = tuple(
     name_set(
@@ -113,15 +108,9 @@ READERS = name_set(
 )
 """Permitted values of `reader`, `writer` and `merger_cls`: MONAI imports and calls any other value."""
 _NAMED = ("reader", "writer", "merger_cls")
-_SWITCHES = (
-    "download",
-    "pretrained",
-    "allow_pickle",
-    "trust_remote_code",
-    "pickle_module",
-    "model_url",
-    "pretrained_url",
-    "pretrained_path",
+_SWITCHES = name_set(
+    "download pretrained allow_pickle trust_remote_code pickle_module model_url pretrained_url "
+    "pretrained_path"
 )
 """Arguments that cause something to be fetched or unpickled."""
 _LONGEST = 200  # characters of a target

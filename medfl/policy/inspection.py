@@ -494,20 +494,11 @@ def _id(keys: _Keys) -> str:
 
 
 _CONFIGURATION = (".json", ".yaml", ".yml")
-_WEIGHTS = (
-    ".safetensors",
-    ".onnx",
-    ".pt",
-    ".pth",
-    ".ts",
-    ".ckpt",
-    ".pkl",
-    ".pickle",
-    ".bin",
-    ".joblib",
-)
+_WORDS = ".safetensors .onnx .pt .pth .ts .ckpt .pkl .pickle .bin .joblib"
+_WEIGHTS = tuple(_WORDS.split())
 _READ_AS = (*_CONFIGURATION, ".py", ".safetensors")
-_COMPILED = (".pyc", ".pyo", ".pyd", ".so", ".dll", ".dylib", ".egg", ".whl")
+_WORDS = ".pyc .pyo .pyd .so .dll .dylib .egg .whl"
+_COMPILED = tuple(_WORDS.split())
 """What Python would import instead of other modules."""
 _CHUNK = 1 << 20
 # Maximum bytes of a file per disk block: beyond that it is sparse.

@@ -261,7 +261,8 @@ UNNAMED_JOBS = ("train", EVALUATE)
 JOBS = (*UNNAMED_JOBS, PLAN)
 """Purposes of a job: train a model, evaluate one (and calibrate it), or request the input for planning one, which
 a policy must name."""
-_KEYS = ("bundle", "allow", "limits", "files", "outbound", "jobs", "methods", "settings")
+_WORDS = "bundle allow limits files outbound jobs methods settings"
+_KEYS = tuple(_WORDS.split())
 MOST = ("rounds", "batch_size", "local_epochs")
 """Settings of a run that a policy may limit."""
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,15 @@ class Trial(NamedTuple):
     prediction: Any = None
     target: Any = None
     inputs: Any = None
+
+
+_WORDS = """
+    source device dataset metadata protocol sha256 policy notes adapted network start loss_function
+    loss optimizers custom_trainer amp sections task classes structures channels key_metric
+    evaluator embeddings text
+"""
+_PARTS = {*_WORDS.split()}
+"""What may be given to a problem."""
 
 
 class Problem:
@@ -89,15 +98,9 @@ class Problem:
     structures: tuple[str, ...] = ()
     loss_function: LossFunction
 
-    _PARTS: ClassVar[Sequence[str]] = (
-        "source", "device", "dataset", "metadata", "protocol", "sha256", "policy", "notes", "adapted",
-        "network", "start", "loss_function", "loss", "optimizers", "custom_trainer", "amp", "sections",
-        "task", "classes", "structures", "channels", "key_metric", "evaluator", "embeddings", "text",
-    )  # fmt: skip
-
     def __init__(self, name: str, **parts: object) -> None:
         """Store the given parts by name; TypeError for an unknown name."""
-        if unknown := parts.keys() - set(self._PARTS):
+        if unknown := parts.keys() - _PARTS:
             raise TypeError(f"{min(unknown)!r} is no part of a problem")
         vars(self).update(parts, name=name)  # a given part is not derived
 

@@ -21,20 +21,11 @@ from medfl.storage import CONTRIBUTION, FOLDS, Table, read_rows, write_atomic
 from medfl.storage.run_documents import damaged
 from medfl.storage.run_reader import SUMMARY_KINDS
 
-_SHOWN = (
-    "promised",
-    "key",
-    "judged",
-    "personal_model",
-    "phantom",
-    "public",
-    "finished",
-    "rise",
-    "rounds",
-    "summary",
-    "undefined",
-    "unequal_classes",
-)
+_WORDS = """
+    promised key judged personal_model phantom public finished rise rounds summary undefined
+    unequal_classes
+"""
+_SHOWN = tuple(_WORDS.split())
 """Entries of the page taken from `RunFiles` under the same name."""
 
 

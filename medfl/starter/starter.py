@@ -34,7 +34,7 @@ from medfl.datasets.readers import (
 from medfl.datasets.readers.checking import read_all, read_case
 from medfl.datasets.readers.label_columns import Wanted, unit_of
 from medfl.datasets.readers.mask_values import ANY
-from medfl.datasets.readers.reading import is_text, is_turned
+from medfl.datasets.readers.reading import is_text
 from medfl.datasets.readers.splitting import Record
 from medfl.starter.survey import (
     PictureFacts,
@@ -192,6 +192,9 @@ _FILES = ("train.yaml", "evaluate.yaml", "inference.yaml", "federated.yaml")
 _LEAST = 2
 _MOST_CLASSES = 100
 _MOST_SHADES = 20  # unnamed structures of pictures up to white; more are shades
+_VOID = {255, 65535}
+"""Largest values of 8 and 16 bits: beside small ones they say that a pixel has no class."""
+_MOST_KINDS = 50  # of which such data sets have less; shades of grey are larger
 _LOSSY = (".jpg", ".jpeg")  # which keep no values
 _FEW = 10  # test images, below which folds are offered
 _FOLDS = 5
@@ -355,7 +358,7 @@ def _check_structures(names: Sequence[str]) -> None:
         unreadable = re.search(r"[#@$%]|::", name) or not is_plain_text(name)
         if name_slug in ("", "background") or slugs.count(name_slug) > 1 or unreadable:
             raise InputError(
-                f"--classes {','.join(names)}: {name!r}",
+                f"structures {', '.join(names)}: {name!r}",
                 "names that differ in letters or digits, without # @ $ % and ::, none for the background, no formula",
                 "choose other names",
             )
@@ -508,15 +511,9 @@ def _patients(
     trained = len(groups) - math.ceil(len(groups) / _FOLDS) - 1
     fields["sites"] = min(3, max(1, trained))
 
-    centres = set()
-    trained_at = set()
-    for record, section in divided:
-        centre = dataset.rows.get(record.id, {}).get("centre") or ""
-        centres.add(centre)
-        if section == "train":
-            trained_at.add(centre)
-
-    if len(centres) > 1 and "" not in centres and centres == trained_at:
+    centres = {record.centre for record, _ in divided}
+    trained_at = {record.centre for record, section in divided if section == "train"}
+    if len(centres) > 1 and "unknown" not in centres and centres == trained_at:
         fields["centres"] = tuple(sorted(centres))
 
     patients = {(record.group, record.label) for record, _ in divided}
@@ -559,17 +556,24 @@ def _segmented(
         is_lossy = any(record.mask.lower().endswith(_LOSSY) for record in records)
         # volumes are never JPEG: many values are many structures
         most_shades = ANY if as_volumes else max(name_count, 1 if is_lossy else _MOST_SHADES)
-        _check_values(masks, values, most_shades, is_lossy)
-        # a volume has no palette
-        colours = pairs.check_palettes(record.mask for record in records if not as_volumes)
+        ignored = layout.ignored
+        by = f"which {conventions.NNUNET_FILE} calls 'ignore'"
+        ordinary = {0} | values - _VOID
+        if not name_count and max(values) in _VOID and 0 < max(ordinary) < _MOST_KINDS:
+            ignored = max(values)
+            by = "which VOC and Cityscapes call 'void' (name each value with --classes where it is a structure)"
+
         # they would become a class, or background
-        if count := sum(layout.ignored in values for values in present):
+        if count := sum(ignored in values for values in present):
             raise InputError(
-                f"{count} of {len(present)} masks have the value {layout.ignored}, which {conventions.NNUNET_FILE} "
-                "calls 'ignore': pixels that nobody has labelled",
+                f"{count} of {len(present)} masks have the value {ignored}, {by}: pixels that nobody has labelled",
                 "masks that say a class of each pixel: neither loss nor scores here leave some out",
                 "label these pixels, cut them off, or move the cases away",
             )
+
+        _check_values(masks, values, most_shades, is_lossy)
+        # a volume has no palette
+        colours = pairs.check_palettes(record.mask for record in records if not as_volumes)
     except InputError as error:
         if images != masks and _swapped(records[0], as_volumes):
             raise InputError(
@@ -592,12 +596,6 @@ def _segmented(
     if {1, 255} <= set[int]().union(*stored) and 255 not in values:
         count = sum(255 in values for values in stored)
         notes += (f"the value 255 is read as 1, which others have, in {count} masks",)
-    # inverted, perhaps; several structures, as of a whole brain, often fill an image
-    filled = sum(picture.filled > 0.5 for picture in facts)
-    if filled and len(names) < 3:
-        notes += (
-            f"in {filled} of {len(facts)} masks structures fill more than half: is 0 the background there?",
-        )
     # who names several values knows that they are structures
     are_numbered = name_count < 2 and all(len(values | {0}) > max(values) for values in present)
     if are_numbered and len({*map(max, present)}) > 3:
@@ -752,8 +750,8 @@ def _swapped(record: Record, as_volumes: bool) -> bool:
     """Tell whether an image has few values, like a mask, and its mask many."""
 
     def values(uri: str) -> int:
-        (pixels,) = read_case(replace(record, image=uri, mask=""), as_volumes, ANY)
-        return len(np.unique(pixels))
+        (pixels,), _ = read_case(replace(record, image=uri, mask=""), as_volumes, ANY)
+        return len(np.unique(np.asarray(pixels)))
 
     try:
         return values(record.image) <= _MOST_CLASSES < values(record.mask)
@@ -763,18 +761,9 @@ def _swapped(record: Record, as_volumes: bool) -> bool:
 
 def _read(as_volumes: bool, record: Record) -> PictureFacts:
     """Return facts about an image, and about its mask if there is one."""
-    case = read_case(record, as_volumes, ANY)
-    facts = PictureFacts.of(np.asarray(case[0]))
-    facts = facts._replace(changes=volumes.changes_of(case))
+    case, changes = read_case(record, as_volumes, ANY)
+    facts = PictureFacts.of(np.asarray(case[0]))._replace(changes=changes)
     if not record.mask:
         return facts
 
-    if not as_volumes and is_turned(record.image):
-        facts = facts._replace(
-            changes="the image is turned upright by its EXIF, the mask is as stored"
-        )
-
-    mask = np.asarray(case[1])
-    return facts._replace(
-        values=frozenset(np.unique(mask).tolist()), filled=np.count_nonzero(mask) / mask.size
-    )
+    return facts._replace(values=frozenset(np.unique(np.asarray(case[1])).tolist()))

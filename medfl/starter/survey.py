@@ -235,7 +235,7 @@ def metadata_of(name: str, survey: Survey, side: int, kind: str) -> Document:
 class PictureFacts(NamedTuple):
     """Shape, type and largest value of a picture or volume, a hash of its pixels, and changes made by reading.
 
-    Of its mask `values` are the values, `filled` is the share that is not background.
+    Of its mask `values` are the values.
     """
 
     shape: tuple[int, ...]
@@ -244,7 +244,6 @@ class PictureFacts(NamedTuple):
     digest: bytes = b""
     changes: str = ""
     values: Set[int] = frozenset()
-    filled: float = 0.0
 
     @classmethod
     def of(cls, pixels: Pixels) -> PictureFacts:

@@ -53,3 +53,31 @@ def test_a_patient_or_centre_that_differs_by_what_nobody_sees_is_one(column: str
     assert cases.notes(rows) == [
         f"one {column}, written in several ways: {' and '.join(map(ascii, sorted(['p1', odd])))}"
     ]
+
+
+@pytest.mark.parametrize(
+    ("head", "group", "centre"),
+    [
+        ("patient,centre", "p", "north"),
+        ("patient_id,center", "p", "north"),
+        ("Subject ID,Site", "p", "north"),
+        ("person,hospital", "a", "unknown"),
+    ],
+)
+def test_columns_are_called_as_in_tables_of_labels(
+    tmp_path: Path, head: str, group: str, centre: str
+) -> None:
+    """A column `patient_id` was passed over: images of a patient were in training and in test."""
+    (tmp_path / cases.TABLE).write_text(f"file,{head},Section\na.png,p,north,test\n")
+    record = replace(RECORD, image=str(tmp_path / "a.png"), centre="unknown")
+    rows = cases.read(tmp_path, [record])
+    (found,) = cases.described(tmp_path, [record], rows)
+    assert (found.group, found.centre) == (group, centre)
+    assert found.sections == {cases.SPLIT: "test"}
+    assert cases.notes(rows) == []
+
+
+def test_a_column_that_seems_to_divide_the_images_is_told(tmp_path: Path) -> None:
+    (tmp_path / cases.TABLE).write_text("file,split\na.png,Training set\n")
+    rows = cases.read(tmp_path, [replace(RECORD, image=str(tmp_path / "a.png"))])
+    assert cases.notes(rows)[0].startswith("column 'split' is not used: to take the sections")

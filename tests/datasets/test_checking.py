@@ -151,7 +151,8 @@ def test_an_image_that_is_listed_often_is_read_once(phantoms, tmp_path, monkeypa
     table.write_text("\n".join([head, *rows, *rows[:1] * 500]) + "\n")
     read = []
     monkeypatch.setattr(
-        "medfl.datasets.readers.checking.read_case", lambda record, *_: read.append(record.image)
+        "medfl.datasets.readers.checking.read_case",
+        lambda record, *_: (read.append(record.image), ""),
     )
     (problem,) = datasets.check("lung_cxr", folder).problems
     assert "is listed 501 times" in problem

@@ -92,10 +92,26 @@ def test_white_is_the_highest_value_whatever_a_tiff_stores(
     assert found.dtype == {"bool": "uint8", "int16": "int32"}.get(kind, kind)
 
 
+@pytest.mark.parametrize("kind", ["int8", "int16", "int32"])
+def test_signed_values_of_which_none_is_below_zero_are_turned_too(
+    tmp_path: Path, kind: str
+) -> None:
+    """Pillow reads those of 16 bits and more as unsigned."""
+    pixels = drawn("uint8").astype(kind) & 127
+    tifffile.imwrite(tmp_path / "x.tif", pixels, photometric="miniswhite")
+    assert np.array_equal(read_pixels(f"{tmp_path}/x.tif")[..., 0], ~pixels)
+
+
 @pytest.mark.parametrize(
     ("pixels", "options", "message"),
     [
         (drawn("float32"), {"photometric": "miniswhite"}, "0 is white in it"),
+        # ITK makes colours with transparency of it, which were taken as four channels
+        (
+            np.tile(drawn("int8"), (6, 4)),
+            {"tile": (16, 16)},
+            "it has 8 bits a channel, or lies in tiles",
+        ),
         (
             np.moveaxis(drawn("uint16", 3), -1, 0),
             {"photometric": "rgb", "planarconfig": "separate", "compression": "zlib"},

@@ -389,6 +389,24 @@ def test_slices_of_two_acquisitions_are_one_volume_and_it_is_said(tmp_path: Path
     assert volume.meta[CHANGES].startswith("slices that differ in (0020,0012) AcquisitionNumber")
 
 
+@pytest.mark.parametrize(
+    ("tag", "kind", "values"),
+    [
+        ((0x0008, 0x0008), "CS", ("ORIGINAL\\PRIMARY\\WATER", "ORIGINAL\\PRIMARY\\FAT")),
+        ((0x0018, 0x0081), "DS", ("10", "90")),
+        ((0x0018, 0x0060), "DS", ("80", "140")),
+        ((0x0018, 0x1210), "SH", ("B30f", "B70f")),
+    ],
+)
+def test_slices_of_two_contrasts_in_one_series_are_told(
+    tmp_path: Path, tag: Any, kind: str, values: tuple[str, str]
+) -> None:
+    """What is left of two volumes in a folder may fit together as one."""
+    slices = [(PIXELS, {tag: (kind, values[index % 2])}) for index in range(4)]
+    volume = read_volume(series(tmp_path / "s", *slices))
+    assert "slices that differ in" in volume.meta[CHANGES]
+
+
 def test_a_single_slice_is_as_thick_as_it_says(tmp_path: Path) -> None:
     folder = series(tmp_path / "s", (PIXELS, {THICKNESS: ("DS", "2.5")}))
     volume = read_volume(folder)

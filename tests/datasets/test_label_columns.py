@@ -304,6 +304,19 @@ def test_further_spellings(text: str, words: str, tmp_path: Path) -> None:
         "s\u00ed no",
         "s\u00ec no",
         "JA NEE",
+        "VERDADEIRO FALSO",
+        "SANT FALSKT",
+        "SAND FALSK",
+        "SANN USANN",
+        "TOSI EPÄTOSI",
+        "PRAWDA FAŁSZ",
+        "PRAVDA NEPRAVDA",
+        "IGAZ HAMIS",
+        "ADEVĂRAT FALS",
+        "DOĞRU YANLIŞ",
+        "ΑΛΗΘΗΣ ΨΕΥΔΗΣ",
+        "ИСТИНА ЛОЖЬ",
+        "ІСТИНА ХИБНІСТЬ",
     ],
 )
 def test_yes_and_no_as_spreadsheets_of_other_languages_write_them(
@@ -425,7 +438,9 @@ def test_what_is_called_csv_and_is_something_else_is_said(kind: str, tmp_path: P
 
 
 @pytest.mark.parametrize("codec", ["utf-8-sig", "utf-16"])
-@pytest.mark.parametrize("above", ["", "\n", ",\r\n", "\nsep=,\n"])
+@pytest.mark.parametrize(
+    "above", ["", "\n", ",\r\n", "\nsep=,\n", '"sep=,"\r\n', "# of R\n# 2020\n"]
+)
 def test_empty_rows_above_the_header_and_marks_are_passed_over(
     codec: str, above: str, tmp_path: Path
 ) -> None:
@@ -487,3 +502,63 @@ def test_names_that_fit_no_image_are_shown_beside_one(cell: str, tmp_path: Path)
 def test_a_row_that_is_there_twice_is_no_row_without_an_image(tmp_path: Path) -> None:
     found = read(tmp_path, "file,label\na,x\na,x\nb,y\nc,y\n", ["a.png", "b.png"])
     assert found.notes == ("1 rows of the table have no image: left out, c",)
+
+
+@pytest.mark.parametrize(
+    ("cells", "told"),
+    [
+        ("train test  val train test", True),
+        ("Training_set Test_set Test_set val_1 Train test", True),
+        ("0 1 0 1 0 1", False),
+        ("testicular train test val train test", False),
+    ],
+)
+def test_a_column_that_seems_to_divide_the_images_is_told(
+    tmp_path: Path, cells: str, told: bool
+) -> None:
+    """One with an empty cell, or other words than `train`, was passed over without a word."""
+    splits = cells.split(" ")
+    rows = [f"{n},{'ab'[n % 2]},{splits[n]}" for n in range(6)]
+    found = read(tmp_path, "\n".join(["file,label,part", *rows]))
+    assert any("column 'part' is not used" in note for note in found.notes) == told
+
+
+@pytest.mark.parametrize("code", ["-999", "-9", "9999.0"])
+def test_a_number_that_says_unknown_is_told(tmp_path: Path, code: str) -> None:
+    """It was learned as a measurement."""
+    rows = [f"{n},{n + 0.5 if n % 3 else code}" for n in range(6)]
+    found = read(tmp_path, "\n".join(["file,volume_ml", *rows]))
+    assert f"column 'volume_ml' has {code} in 2 rows: leave these empty if nobody knows" in (
+        found.notes
+    )
+    rows = [f"{n},{n + 99.5}" for n in range(6)]
+    assert read(tmp_path, "\n".join(["file,volume_ml", *rows])).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("cell", "advice"),
+    [
+        ("1,200", "write 1.200, with a decimal point, or 1200 if the comma parts thousands"),
+        ("1.200,500", "write 1200.500, with a decimal point$"),
+        ("12,5", "write 12.5, with a decimal point$"),
+    ],
+)
+def test_a_comma_that_may_part_thousands_is_told_as_such(
+    tmp_path: Path, cell: str, advice: str
+) -> None:
+    """The advice made 1.2 of 1200."""
+    with pytest.raises(InputError, match=advice):
+        read(tmp_path, f'file,volume\n0,"{cell}"\n1,999.5\n2,998\n')
+
+
+@pytest.mark.parametrize("between", [", ", ";", " / "])
+def test_findings_in_one_cell_are_told_also_if_none_is_alone(tmp_path: Path, between: str) -> None:
+    rows = [f'{n},"A{between}{"BC"[n % 2]}"' for n in range(6)]
+    found = read(tmp_path, "\n".join(["file,label", *rows]))
+    assert any("may be several findings: | between them" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("name", ["unknown", "-", ".", "?"])
+def test_a_name_that_says_nothing_is_told(tmp_path: Path, name: str) -> None:
+    found = read(tmp_path, f"file,label\n0,a\n1,b\n2,{name}\n")
+    assert f"taken as names of classes: {name!r}; only an empty cell says no class" in found.notes

@@ -217,9 +217,54 @@ def test_volumes_of_two_scales_have_one_structure(tmp_path: Path) -> None:
     both = np.asanyarray(nib.load(mask).dataobj).copy()
     both[0, 0, 0] = 1
     volume(Path(mask), both)
-    assert len(starter.survey(tmp_path / "images", tmp_path / "masks").classes) == 3
+    names = ("left", "right")
+    assert len(starter.survey(tmp_path / "images", tmp_path / "masks", names=names).classes) == 3
+    with pytest.raises(InputError, match="4 of 9 masks have the value 255, which VOC"):
+        starter.survey(tmp_path / "images", tmp_path / "masks")
     with pytest.raises(InputError, match="has the value 255 at .* 0 to 1, or 0 and 255"):
         volumes.read_pair(image, mask, 2)
+
+
+@pytest.mark.parametrize(
+    ("values", "void"),
+    [
+        ((0, 1, 255), "4 of 4 masks have the value 255, which VOC and Cityscapes call 'void'"),
+        ((0, 1, 2, 65535), "4 of 4 masks have the value 65535, which VOC"),
+        ((*range(21), 255), "4 of 4 masks have the value 255, which VOC"),  # VOC: 20 kinds
+        ((0, 100, 255), ""),
+        ((0, 15, 255), "4 of 4 masks have the value 255, which VOC"),  # VOC: persons alone
+        ((0, 64, 128, 255), ""),
+        ((0, 255), ""),
+    ],
+)
+@pytest.mark.parametrize("ending", ["png", "nii"])
+def test_pixels_that_nobody_has_labelled_are_no_class(
+    tmp_path: Path, values: tuple[int, ...], void: str, ending: str
+) -> None:
+    """Of 255 beside 0, 1, ... there was a class, and a note that there is a gap."""
+    draws = np.random.default_rng(0)
+    for number in range(4):
+        image = draws.integers(0, 200, (8, 8, 8))
+        mask = np.zeros((8, 8, 8), np.uint16)
+        mask.flat[: len(values)] = values
+        for folder, voxels in (("images", image), ("masks", mask)):
+            (tmp_path / folder).mkdir(exist_ok=True)
+            file = tmp_path / folder / f"{number}.{ending}"
+            if ending == "nii":
+                volume(file, voxels.astype(np.uint16))
+            else:
+                Image.fromarray(voxels.reshape(16, 32).astype(np.uint16)).save(file)
+
+    folders = tmp_path / "images", tmp_path / "masks"
+    if not void:
+        assert starter.survey(*folders).classes[0] == "background"
+        return
+
+    with pytest.raises(InputError, match=f"{void}.*nobody has labelled"):
+        starter.survey(*folders)
+
+    names = [f"kind {value}" for value in range(1, len(values))]
+    assert starter.survey(*folders, names=names).mask_values == values
 
 
 @pytest.mark.parametrize("classes", [[0], [0, 2, 1], [0, 1, 1], [0, 70000], 1, 300])

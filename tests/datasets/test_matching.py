@@ -28,6 +28,11 @@ PAIRED = {
         {"p1/image": "p1/mask"},
     ),
     "flat masks": (["p1/a", "p2/b"], ["a_mask", "b_SEG"], {"a": "a_mask", "b": "b_SEG"}),
+    "other words": (
+        ["a", "b", "c"],
+        ["a_gt", "b-mask", "c_groundtruth"],
+        {"a": "a_gt", "b": "b-mask", "c": "c_groundtruth"},
+    ),
     "look-alikes": (["a\u200b/x", "\uff42"], ["a/x", "b_mask"], {"x": "a/x", "\uff42": "b_mask"}),
     "folders of other names": (["part1/a", "part2/b"], ["x/a", "x/b"], {"a": "x/a", "b": "x/b"}),
     "images that end so": (

@@ -153,6 +153,16 @@ def test_a_spacing_of_zero_is_refused_where_a_place_rests_on_it(
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.parametrize(("side", "told"), [(0.001, True), (0.05, False), (8, False), (1000, True)])
+def test_voxels_that_are_too_small_or_large_are_told(
+    tmp_path: Path, side: float, told: bool
+) -> None:
+    """Micrometres or metres without a unit in the header are taken as millimetres."""
+    path = tmp_path / "x.nii"
+    nib.save(nib.Nifti1Image(IMAGE, np.diag([side, side, side, 1])), path)
+    assert ("is this their unit?" in read_volume(str(path)).meta[CHANGES]) == told
+
+
 def test_a_slice_may_have_no_spacing_along_its_only_voxel(tmp_path: Path) -> None:
     (tmp_path / "x.nii").write_bytes(without_third_spacing(IMAGE[..., :1], "neither"))
     assert np.array_equal(read_volume(str(tmp_path / "x.nii"))[0].numpy(), IMAGE[..., :1])

@@ -108,7 +108,7 @@ def test_site_check_names_what_is_odd(folders: dict[str, Path], data: Path, tmp_
         return ",".join([*cells[:3], f"{value:.0f}"])
 
     site = elsewhere(data, tmp_path / "a", "findings.csv", without_bar)
-    assert "warning: no image has bar" in lines(opened(folders["multilabel"], site))
+    assert "warning: no image has 'bar'" in lines(opened(folders["multilabel"], site))
     said = lines(
         opened(folders["regression"], elsewhere(data, tmp_path / "b", "sizes.csv", in_micron))
     )

@@ -12,9 +12,11 @@ from PIL import Image
 
 import medfl
 from medfl.bundle.bundle import Bundle
+from medfl.bundle.open import check_folder
 from medfl.cli import verbs as cli
 from medfl.core.errors import InputError
 from medfl.datasets import ReadPixelsd
+from medfl.partner import preflight
 from medfl.policy.policy import Policy
 from medfl.starter import starter
 
@@ -258,15 +260,64 @@ def test_a_numbered_mask_is_that_of_its_image(tmp_path: Path) -> None:
 
 
 def test_masks_that_are_mostly_structure_are_told(tmp_path: Path) -> None:
-    """As inverted ones are, of all hospitals or of one."""
+    """As inverted ones are, of all hospitals or of one: by new, data check and site check."""
     pairs(tmp_path, 255)
-    told = starter.survey(tmp_path / "images", tmp_path / "masks").notes
-    assert not any("more than half" in note for note in told)
+    survey = starter.survey(tmp_path / "images", tmp_path / "masks")
+    assert not any("larger than" in note for note in survey.notes)
+    bundle = str(starter.write(tmp_path / "bundle", survey))
     for path in sorted((tmp_path / "masks").iterdir())[:3]:
         Image.fromarray(255 - np.asarray(Image.open(path))).save(path)
 
-    told = starter.survey(tmp_path / "images", tmp_path / "masks").notes
-    assert "in 3 of 12 masks structures fill more than half: is 0 the background there?" in told
+    told = "a structure is larger than the background: is that 0 in the masks?, in 3 files"
+    assert told in starter.survey(tmp_path / "images", tmp_path / "masks").notes
+    assert told in check_folder(bundle, tmp_path).notes
+    found = preflight.check(preflight.PreflightOptions(bundle, str(tmp_path)))
+    assert told in [line.text for line in found.lines]
+
+
+def test_a_mask_with_one_structure_larger_than_the_background_is_told(tmp_path: Path) -> None:
+    """Inverted ones of several structures too; several that fill an image together are let be."""
+    pairs(tmp_path)
+    masks = tmp_path / "masks"
+    folders = tmp_path / "images", masks
+    for path in masks.iterdir():
+        Image.fromarray(np.arange(64, dtype=np.uint8).reshape(8, 8) // 13).save(path)
+
+    assert not any("larger than" in note for note in starter.survey(*folders).notes)
+    for path in masks.iterdir():
+        Image.fromarray(np.uint8(np.arange(64).reshape(8, 8) // 20 == 0) + np.uint8(1)).save(path)
+
+    assert any("larger than" in note for note in starter.survey(*folders).notes)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("NV", "nv"), ("1", "01"), ("true", "ja"), ("a", "a ")]
+)
+def test_class_folders_that_may_say_the_same_are_told(
+    tmp_path: Path, first: str, second: str
+) -> None:
+    """As of a table's column, of which alone it was told."""
+    root = classes(tmp_path, first, second, "other")
+    told = f"names that may say the same: {first!r} and {second!r}; they count as different"
+    assert told.replace(
+        f"{first!r} and {second!r}", " and ".join(map(repr, sorted((first, second))))
+    ) in (starter.survey(root).notes)
+    assert not any(
+        "may say the same" in note
+        for note in starter.survey(classes(tmp_path / "x", "a", "b")).notes
+    )
+
+
+def test_a_centre_in_two_spellings_is_one_site(tmp_path: Path) -> None:
+    """Else the bundle named two, one of which had no image."""
+    classes(tmp_path, "a", "b")
+    rows = [
+        f"{name}/{n:02d}.png,{'North' if n % 2 else 'north' if n % 4 else 'south'}"
+        for name in "ab"
+        for n in range(12)
+    ]
+    (tmp_path / "cases.csv").write_text("\n".join(["file,Center", *rows]))
+    assert starter.survey(tmp_path).centres == ("North", "south")
 
 
 def test_images_that_are_turned_by_exif_are_told_beside_their_masks(tmp_path: Path) -> None:
@@ -278,8 +329,10 @@ def test_images_that_are_turned_by_exif_are_told_beside_their_masks(tmp_path: Pa
         exif[274] = 6
         opened.save(path, exif=exif)
 
-    told = starter.survey(tmp_path / "images", tmp_path / "masks").notes
-    assert "the image is turned upright by its EXIF, the mask is as stored, in 5 files" in told
+    told = "the image is turned upright by its EXIF, the mask is as stored, in 5 files"
+    survey = starter.survey(tmp_path / "images", tmp_path / "masks")
+    assert told in survey.notes
+    assert told in check_folder(str(starter.write(tmp_path / "b", survey)), tmp_path).notes
 
 
 def test_channels_of_pictures_in_several_files_are_refused_as_such(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from medfl.core import SECTIONS, Config, InputError, listed, map_values
+from medfl.core import SECTIONS, Config, InputError, listed, map_values, not_among
 from medfl.core.seeding import derive
 
 Item = Config
@@ -266,7 +266,7 @@ def _classes_of_sites(rule: Rule, attempt: int) -> tuple[list[set[int]], tuple[i
                 classes.add(dealt)
                 dealt += 1
             else:
-                classes.add(int(rng.choice([c for c in range(num_classes) if c not in classes])))
+                classes.add(int(rng.choice(not_among(range(num_classes), classes))))
 
     return chosen, ()
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
@@ -19,10 +20,47 @@ SPLIT = "table"
 _WORDS = "train training val valid validate validation dev test testing"
 SECTION_NAMES = {*_WORDS.split()}
 """What sections are called elsewhere."""
+COLUMNS = {
+    "patient": ("patient", "patient_id", "subject", "subject_id"),
+    "centre": ("centre", "center", "site"),
+    "section": ("section",),
+}
+"""What tables call the columns about a case."""
 NOTHING = {"nan", "none", "na", "n/a", "null"}
 """What some programs write for a missing value."""
 Rows = Mapping[str, Mapping[str, str]]
 """id of an image -> its row."""
+
+
+def head(name: str) -> str:
+    """Return a column's name in the form that is compared."""
+    return re.sub(r"[\s_-]+", "_", alike(str(name)).strip().lower())
+
+
+def columns_of(names: Iterable[str]) -> dict[str, str]:
+    """Return patient, centre, section -> the column of a table that has it, of those that are there."""
+    name_of = {head(name): name for name in names}
+    columns = {}
+    for role, spellings in COLUMNS.items():
+        for spelling in filter(name_of.__contains__, spellings[::-1]):
+            columns[role] = name_of[spelling]
+
+    return columns
+
+
+def unused_sections(rows: Sequence[Mapping[str, str]], used: Collection[str] = ()) -> list[str]:
+    """Return a line for each column of a table that seems to divide it, as `Training set`, and is not used."""
+    lines = []
+    for name in rows[0] if rows else ():
+        # "Test set", "test_2" and "TEST" all begin with the word
+        words = {re.split(r"[\W\d_]", str(row.get(name) or "").lower())[0] for row in rows} - {""}
+        if words and words <= SECTION_NAMES and head(name) != "section" and name not in used:
+            lines.append(
+                f"column {name!r} is not used: to take the sections from it, call it section, and its values train, "
+                "validate and test"
+            )
+
+    return lines
 
 
 def described(root: Path, records: Sequence[Record], rows: Rows) -> list[Record]:
@@ -63,8 +101,11 @@ def described(root: Path, records: Sequence[Record], rows: Rows) -> list[Record]
 
 
 def notes(rows: Rows) -> list[str]:
-    """Return lines on patients whose names a program changed: numbers without zeros, words in empty cells."""
-    lines = []
+    """Return lines on patients whose names a program changed: numbers without zeros, words in empty cells.
+
+    And on columns of sections that are not used.
+    """
+    lines = unused_sections([*rows.values()])
     for column in ("patient", "centre"):
         if ways := [" and ".join(map(ascii, names)) for names in _spellings(rows, column)]:
             lines.append(f"one {column}, written in several ways: {tables.several(ways, 'such')}")
@@ -109,7 +150,10 @@ def read(root: Path, records: Sequence[Record], unlabelled: Sequence[Record] = (
         return {}
 
     rows = dict[str, dict[str, str]]()
-    for row in tables.read_csv(path, ("file",)):
+    table = tables.read_csv(path, ("file",))
+    columns = columns_of(table[0] if table else ())
+    for row in table:
+        row |= {role: row[name] for role, name in columns.items()}
         if rows.setdefault(key(row["file"]), row) != row:
             raise InputError(
                 f"{path} has two rows for {row['file']}",
@@ -152,11 +196,13 @@ def read(root: Path, records: Sequence[Record], unlabelled: Sequence[Record] = (
 
 def _names(root: Path, record: Record) -> list[str]:
     """Return the names by which a row may mean an image, the most specific first."""
-    path = PurePosixPath(os.path.relpath(record.image.split(JOINED)[0], root).replace(os.sep, "/"))
-    below = PurePosixPath(*path.parts[1:])  # below the folder of all images
-    paths = [path, path.with_suffix(""), below, *([below.with_suffix("")] if below.name else [])]
-    ident = PurePosixPath(record.id)
-    return [*map(key, (record.id, *map(str, paths))), ident.name, ident.stem, path.name]
+    path = os.path.relpath(record.image.split(JOINED)[0], root).replace(os.sep, "/")
+    below = path.partition("/")[2]  # the folder of all images
+    names = []
+    for form in (record.id, path, below, PurePosixPath(record.id).name, PurePosixPath(path).name):
+        names += [key(form), key(os.path.splitext(form)[0])]
+
+    return [*filter(None, names)]
 
 
 def key(text: str) -> str:

@@ -14,7 +14,7 @@ from medfl.core import SECTIONS, Document, InputError, bar
 from medfl.datasets.base import choose, get, is_phantom, layout_of, notes, read_table
 from medfl.datasets.readers import pairs, volumes
 from medfl.datasets.readers.mask_values import Classes
-from medfl.datasets.readers.reading import read_pixels
+from medfl.datasets.readers.reading import is_turned, read_pixels
 from medfl.datasets.readers.splitting import Record
 
 
@@ -89,20 +89,21 @@ def check(
 
     counts = counted(columns, records, assigned, dataset.centres)
 
-    def read(record: Record) -> None:
-        """Read a case and forget it; InputError if it cannot be read."""
+    def read(record: Record) -> str:
+        """Return what reading a case changed, and forget the case; InputError if it cannot be read."""
         as_volumes = volumes.is_volume(record.mask or record.image)
-        read_case(
+        return read_case(
             record, as_volumes, len(dataset.classes), dataset.channels, dataset.mixed_channels
-        )
+        )[1]
 
     # a table may list a file a million times
     files = {(record.image, record.mask): record for record in records}
-    problems += map(str, read_all([*files.values()], read, progress)[1])
+    changes, errors = read_all([*files.values()], read, progress)
+    problems += map(str, errors)
     warnings = warnings_of(columns, records, assigned, counts)
     return CheckReport(
         name, root, layout.text, split, is_phantom(root), columns, counts, tuple(problems), tuple(warnings),
-        notes(name, root),
+        (*notes(name, root), *volumes.changes_told(changes)),
     )  # fmt: skip
 
 
@@ -169,8 +170,8 @@ def read_case(
     classes: Classes,
     channels: int | None = None,
     convert: bool = False,
-) -> tuple[Any, ...]:
-    """Return an image, and its mask if it has one, as `volumes.read_pair` or `pairs.read_pair` does.
+) -> tuple[tuple[object, ...], str]:
+    """Return an image with its mask, if it has one, and what reading changed, as `changes_of` has it.
 
     Args:
         record: the case.
@@ -180,17 +181,25 @@ def read_case(
         convert: turn a picture of other channels into one of `channels`.
 
     Raises:
-        InputError: as these, without a mask as `read_volume` or `read_pixels`.
+        InputError: as `read_pair` of volumes or pictures, without a mask as `read_volume` or `read_pixels`.
     """
-    image, mask = record.image, record.mask
-    if as_volumes and mask:
-        return volumes.read_pair(image, mask, classes, channels)
-    if as_volumes:
-        return (volumes.read_volume(image, channels),)
-    if mask:
-        return pairs.read_pair(image, mask, channels=channels, classes=classes, convert=convert)
+    uri = record.image
+    case: tuple[object, ...]
+    turned = ""
+    if as_volumes and record.mask:
+        case = volumes.read_pair(uri, record.mask, classes, channels)
+    elif as_volumes:
+        case = (volumes.read_volume(uri, channels),)
+    elif record.mask:
+        case = pairs.read_pair(
+            uri, record.mask, channels=channels, classes=classes, convert=convert
+        )[:2]
+        if is_turned(uri):
+            turned = "the image is turned upright by its EXIF, the mask is as stored; "
+    else:
+        case = (read_pixels(uri, None, channels, convert),)
 
-    return (read_pixels(image, None, channels, convert),)
+    return case, turned + volumes.changes_of(*case)
 
 
 def read_all(

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from medfl.core import InputError, Plain, is_plain_text, listed, printable, read_json
+from medfl.core import InputError, Plain, is_plain_text, listed, not_among, printable, read_json
 from medfl.datasets.readers import matching, volumes
 from medfl.datasets.readers.matching import Named
 from medfl.datasets.readers.reading import IMAGE_SUFFIXES, JOINED, is_text
@@ -80,7 +80,7 @@ def channels(images: Named, masks: Named, lacking: bool = False) -> Named:
 
     channel_numbers = sorted(set().union(*parts.values()))
     for path, numbers in parts.items():
-        missing = [number for number in channel_numbers if number not in numbers]
+        missing = not_among(channel_numbers, numbers)
         if missing and not lacking:
             raise InputError(
                 f"image {path} has no channel {missing[0]}, which others have",

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from medfl.core import Array, Bytes, Floats, InputError
+from medfl.core import Array, Bytes, Floats, InputError, not_among
 from medfl.datasets.readers.stacks import check_unpacked
 
 Affine = Floats
@@ -46,38 +46,24 @@ _ITK_SOURCE = re.compile(r".*ERROR: (\w+\(0x\w+\): )?")
 _METAIO = re.compile(
     r"^(Meta\w+: |Uncompress |\w+ required and not defined).*\n(   .*\n)*", re.MULTILINE
 )
-_SAME = (
-    "Modality",
-    "PatientID",
-    "FrameOfReferenceUID",
-    "PhotometricInterpretation",
-    "RescaleType",
-    "Units",
-    "ReferencedSegmentNumber",
-    "ComplexImageComponent",
-)
+_WORDS = """
+    Modality PatientID FrameOfReferenceUID PhotometricInterpretation RescaleType Units
+    ReferencedSegmentNumber ComplexImageComponent
+"""
+_SAME = tuple(_WORDS.split())
 """What slices of one volume may leave out, and not state differently."""
-_SAID = (
-    "AcquisitionNumber",
-    "StackID",
-    "TemporalPositionIndex",
-    "EffectiveEchoTime",
-    "DiffusionBValue",
-)
+_WORDS = """
+    AcquisitionNumber StackID TemporalPositionIndex EffectiveEchoTime DiffusionBValue ImageType
+    FrameType EchoTime EchoNumbers KVP ConvolutionKernel
+"""
+_SAID = tuple(_WORDS.split())
 """What slices of one volume may state differently, which is told."""
 _SCALED = ("CT", "PT")  # modalities whose slices have a RescaleSlope (PS3.3, C.8.2.1 and C.8.9.1)
-_STORED = [
-    "SamplesPerPixel",
-    "PhotometricInterpretation",
-    "NumberOfFrames",
-    "Rows",
-    "Columns",
-    "BitsAllocated",
-    "BitsStored",
-    "HighBit",
-    "PixelRepresentation",
-    "PixelData",
-]
+_WORDS = """
+    SamplesPerPixel PhotometricInterpretation NumberOfFrames Rows Columns BitsAllocated BitsStored
+    HighBit PixelRepresentation PixelData
+"""
+_STORED = _WORDS.split()
 """What says how pixels are stored; of these alone SimpleITK returns them as they are."""
 
 
@@ -96,7 +82,7 @@ class Header(tuple[Untyped, ...]):
     def numbers(self, keyword: str) -> Affine:
         """Return the numbers of a tag, none if it is missing or empty; a ValueError names it if not numeric."""
         values = np.atleast_1d(np.array(self.get(keyword), object))
-        filled = [value for value in values if value not in (None, "")]
+        filled = not_among(values, (None, ""))
         try:
             return np.array(filled, np.float64)
         except ValueError as error:

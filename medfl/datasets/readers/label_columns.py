@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -21,9 +21,12 @@ from medfl.core import (
     did_you_mean,
     either,
     listed,
+    not_among,
     respelled,
+    without,
 )
 from medfl.datasets.readers import cases, tables
+from medfl.datasets.readers.cases import head
 from medfl.datasets.readers.unlabelled import without_ending
 
 Rows = Sequence[Mapping[str, str]]
@@ -37,11 +40,6 @@ _WORDS = """
     labels
 """
 LABELS = tuple(_WORDS.split())
-CASES = {
-    "patient": ("patient", "patient_id", "subject", "subject_id"),
-    "centre": ("centre", "center", "site"),
-    "section": ("section",),
-}
 KINDS = ("classification", "multilabel", "regression")
 UNCERTAIN = {"ignore": math.nan, "zeros": 0.0, "ones": 1.0}
 BLANK = {"ignore": math.nan, "zeros": 0.0}
@@ -50,10 +48,17 @@ _TAKEN = {
     "zeros": "taken as absent",
     "ones": "taken as present",
 }
-_NO = "0 0.0 false no n nein nee non falsch faux falso onwaar absent negative neg"
-_YES = (
-    "1 1.0 true yes y ja oui s\u00ed s\u00ec si wahr vrai vero verdadero waar present positive pos"
-)
+_NO = """
+    0 0.0 false no n absent negative neg nein falsch non faux falso nee onwaar não nej falskt falsk nei
+    usann ei epätosi nie fałsz ne nepravda nem hamis nu fals hayır hayir yanlış yanliş όχι οχι ψευδής
+    ψευδης нет ложь ні хибність
+"""
+_YES = """
+    1 1.0 true yes y present positive pos ja wahr oui vrai sí sì si verdadero vero waar sim verdadeiro
+    sant sand sann kyllä tosi tak prawda ano pravda igen igaz da adevărat cert evet doğru ναι αληθής
+    αληθης да истина так істина
+"""
+"""What people and spreadsheets write for no and yes, in lower case."""
 _SURE = dict.fromkeys(_NO.split(), 0.0) | dict.fromkeys(_YES.split(), 1.0)
 _UNSURE = {"-1", "-1.0", "?", "u", "uncertain", "unklar"}
 _EMPTY = {"", "unknown", "unbekannt", *cases.NOTHING}
@@ -70,6 +75,8 @@ _WORDS = """
 _OF_FILES = {*_WORDS.split()}
 """Words in the names of such columns."""
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
+_CODE = re.compile(r"(-9+|9{3,})(\.0*)?")
+"""What stands in some tables for a number that nobody knows."""
 _COMMA = re.compile(r"[+-]?(\d{1,3}(\.\d{3})+|\d+),\d+")
 _WITH_UNIT = re.compile(r"[+-]?\d+([.,]\d+)?\s*[^\W\d_%][\w/²³]*|[+-]?\d+([.,]\d+)?\s*%")
 _UNIT = re.compile(
@@ -93,7 +100,7 @@ class Wanted:
         uncertain: what an uncertain finding (-1, ?, u, uncertain) is: of `UNCERTAIN`.
         blank: what a finding is of which a cell says nothing: of `BLANK`.
         roles: file, patient, centre, section -> the column that has it, of those whose columns are named otherwise
-            than `FILES` and `CASES`.
+            than `FILES` and `cases.COLUMNS`.
     """
 
     task: str = ""
@@ -141,11 +148,6 @@ class Meaning:
     notes: tuple[str, ...] = ()
 
 
-def head(name: str) -> str:
-    """Return a column's name in the form that is compared."""
-    return re.sub(r"[\s_-]+", "_", alike(str(name)).strip().lower())
-
-
 def find_column(path: Path, columns: Sequence[str], name: str, flag: str) -> str:
     """Return the column of a table that a user names, whatever its capitals, spaces and underscores.
 
@@ -190,7 +192,7 @@ class _Table:
         self._image_column = image_column
         self._wanted = wanted
         self._columns = [name for name in rows[0] if name] if rows else []
-        known_heads = {*FILES, *map(head, wanted.roles.values())}.union(*CASES.values())
+        known_heads = {*FILES, *map(head, wanted.roles.values())}.union(*cases.COLUMNS.values())
         self._free = []
         for name in self._columns:
             if name != image_column and head(name) not in known_heads:
@@ -323,7 +325,7 @@ class _Table:
         # a class has an image where not each image has one; a finding may have none
         has_one = len(full) > 1 and counts.max() == 1 and (counts.all() or marks.any(1).all())
         if not requested.task and has_one and counts.all() and len(full) < len(columns):
-            remaining = [name for name in columns if name not in full]
+            remaining = not_among(columns, full)
             raise InputError(
                 f"{self._path}: each row has one 1 in the columns {', '.join(full)}; {', '.join(remaining)} have empty "
                 "or uncertain cells",
@@ -457,6 +459,7 @@ class _Table:
 
     def _numbers(self, columns: Sequence[str]) -> Meaning:
         names = self._wanted.names or tuple(name.strip() for name in columns)
+        notes = []
         by_column = []
         for column in columns:
             numbers = []
@@ -469,6 +472,10 @@ class _Table:
                     raise self._wrong(column, row, _A_NUMBER)
 
             by_column.append(numbers)
+            for code, count in Counter(filter(_CODE.fullmatch, self._lower(column))).items():
+                notes.append(
+                    f"column {column!r} has {code} in {count} rows: leave these empty if nobody knows"
+                )
 
         return Meaning(
             "regression",
@@ -476,6 +483,7 @@ class _Table:
             names,
             "",
             f"numbers by column {listed([*map(repr, names)], 20)}",
+            tuple(notes),
         )
 
     def _found(self) -> Meaning:
@@ -496,7 +504,8 @@ class _Table:
 
         if requested.task in ("", "regression"):
             if len(numbers) == 1:
-                return replace(self._numbers(numbers), notes=tuple(self._also(numbers[0])))
+                meaning = self._numbers(numbers)
+                return replace(meaning, notes=(*meaning.notes, *self._also(numbers[0])))
             if numbers:
                 raise InputError(
                     f"{self._path} has several columns of numbers: {listed(numbers, 20)}",
@@ -517,7 +526,7 @@ class _Table:
 
     def _nothing(self) -> InputError:
         for name in self._about:
-            cells = [cell for cell in self._lower(name) if cell not in _EMPTY]
+            cells = not_among(self._lower(name), _EMPTY)
             odd = [*itertools.filterfalse(_NUMBER.fullmatch, cells)]
             numeric = len(cells) - len(odd)
             for pattern in (_COMMA, _WITH_UNIT):
@@ -552,7 +561,7 @@ class _Table:
         return all(map(_is_mark, cells)) and any(cell in _SURE for cell in cells)
 
     def _is_numbers(self, column: str) -> bool:
-        cells = [cell for cell in self._lower(column) if cell not in _EMPTY]
+        cells = not_among(self._lower(column), _EMPTY)
         return bool(cells) and all(map(_NUMBER.fullmatch, cells))
 
     def _marks(self, notes: list[str]) -> list[str]:
@@ -591,6 +600,8 @@ class _Table:
         advice = "correct the cell, or leave it empty where nobody knows"
         if _COMMA.fullmatch(cell):
             advice = f"write {cell.replace('.', '').replace(',', '.')}, with a decimal point"
+            if cell[-4:-3] == "," and "." not in cell:
+                advice += f", or {cell.replace(',', '')} if the comma parts thousands"
         elif allowed == _A_NUMBER and _WITH_UNIT.fullmatch(cell) and not _NUMBER.fullmatch(cell):
             advice = "write the number alone, and its unit into the column's name, as hc_mm"
 
@@ -722,12 +733,8 @@ def read(path: Path, images: Sequence[str], wanted: Wanted | None = None) -> Lab
                 targets[image] = tuple(map(float, meaning.values[number]))
 
     labelled = classes.keys() | targets.keys()
-    case_heads = {}
-    for name, spellings in CASES.items():
-        if spelling := next((text for text in spellings if text in heads), None):
-            case_heads[name] = heads[spelling]
-
-    case_heads |= {role: column for role, column in roles.items() if role != "file"}
+    case_heads = cases.columns_of(columns)
+    case_heads |= without(roles, ["file"])
     used = set()
     cases_of = {}
     pairs = []
@@ -743,10 +750,8 @@ def read(path: Path, images: Sequence[str], wanted: Wanted | None = None) -> Lab
     absent.discard("")
     without_image = [str(row[column]) for row in rows if str(row) not in used]
     left_out = {
-        "images of the folder are not in the table": [i for i in images if i not in index],
-        f"images have no {_NOUNS[meaning.task]} in the table": [
-            i for i in index if i not in labelled
-        ],
+        "images of the folder are not in the table": not_among(images, index),
+        f"images have no {_NOUNS[meaning.task]} in the table": not_among(index, labelled),
         "rows of the table have no image": without_image,
     }
     notes = [*spelled, *meaning.notes]
@@ -764,34 +769,27 @@ def read(path: Path, images: Sequence[str], wanted: Wanted | None = None) -> Lab
     if advice := respelled(without_image):
         notes.append(advice)
     if meaning.task == "multilabel":
-        notes += _outcomes(meaning.names, targets.values())
+        notes += outcomes(meaning.names, targets.values())
 
     for reason, entries in left_out.items():
         if entries:
             notes.append(f"{len(entries)} {reason}: left out, {tables.several(entries, 'such')}")
 
-    for name in columns:
-        is_split = {str(row[name]).lower() for row in rows} <= cases.SECTION_NAMES
-        if is_split and name not in case_heads.values():
-            notes.append(
-                f"column {name!r} is not used: to take the sections from it, call it section, and its values train, "
-                "validate and test"
-            )
-
+    notes += cases.unused_sections(rows, case_heads.values())
     names = sorted({*classes.values(), *meaning.names})
-    if words := [repr(name) for name in names if name.lower() in cases.NOTHING]:
+    # a sign alone is no name either
+    if words := [
+        repr(name) for name in names if name.lower() in _EMPTY or not re.search(r"\w", name)
+    ]:
         notes.append(
             f"taken as names of classes: {listed(words)}; only an empty cell says no class"
         )
 
-    same = defaultdict(list)
-    for name in names:
-        same[_SURE.get(name.lower(), name.casefold())].append(name)
-
-    if twice := [" and ".join(map(repr, group)) for group in same.values() if group[1:]]:
-        notes.append(f"names that may say the same: {'; '.join(twice)}; they count as different")
-    for name in dict.fromkeys(classes.values()):
-        if not {*re.split(r"\s*[;,/+]\s*", name)}.isdisjoint({*names} - {name}):
+    notes += repeated(names)
+    parts_of = {name: {*re.split(r"\s*[;,/+]\s*", name)} for name in names}
+    counts = Counter(itertools.chain(*parts_of.values()))
+    for name, parts in parts_of.items():
+        if len(parts) > 1 and max(map(counts.__getitem__, parts)) > 1:
             notes.append(f"class {name!r} may be several findings: | between them makes them such")
             break
 
@@ -858,11 +856,25 @@ def _one_spelling(class_of: Sequence[str], known: Collection[str]) -> tuple[list
     return [name if name in known else spelling.get(_plain(name), name) for name in class_of], notes
 
 
+def repeated(names: Iterable[str]) -> list[str]:
+    """Return a note on names of classes that may say the same, as `Benign` and `benign`, none without such."""
+    same = defaultdict(list)
+    for name in names:
+        plain = _plain(name).strip()
+        same[_SURE.get(plain.lower(), plain.casefold())].append(name)
+
+    twice = [" and ".join(map(repr, group)) for group in same.values() if group[1:]]
+    if not twice:
+        return []
+
+    return [f"names that may say the same: {'; '.join(twice)}; they count as different"]
+
+
 def _plain(name: str) -> str:
     return as_number(alike(name)) or alike(name)
 
 
-def _outcomes(names: Sequence[str], targets: Collection[tuple[float, ...]]) -> list[str]:
+def outcomes(names: Sequence[str], targets: Collection[Sequence[float]]) -> list[str]:
     """Return notes on findings that no image has, none is known to lack, or of which nothing is known."""
     missing = defaultdict(list)
     for name, values in zip(names, zip(*targets, strict=True), strict=bool(targets)):

@@ -15,7 +15,9 @@ Matched = tuple[Mapping[str, str], Mapping[str, str]]
 """Name -> URI of the images, and of the masks by their images' names."""
 
 MERGE = "merge the masks of an image into one, with the values 1, 2, … where they are of several structures"
-MASK_END = re.compile(r"(?<=.)[_.](?:mask|segmentation|seg|label)(?:[_-]?\d+)?$", re.IGNORECASE)
+MASK_END = re.compile(
+    r"(?<=.)[_.-](?:mask|segmentation|seg|label|gt|ground_?truth)(?:[_-]?\d+)?$", re.IGNORECASE
+)
 # A name that says no more than what it is.
 _ONLY = re.compile(r"(?:mask|segmentation|seg|label)s?", re.IGNORECASE)
 
@@ -23,10 +25,10 @@ _ONLY = re.compile(r"(?:mask|segmentation|seg|label)s?", re.IGNORECASE)
 def match(images: Named, masks: Named) -> Matched:
     """Return name -> URI of the images, and of the masks by their images' names; a mask without one by its path.
 
-    A mask is of the image at its own path, its name with or without one of the endings _mask, _segmentation, _seg and
-    _label, or one of these with a number. Else it is of the image of that name, or, if it is called mask or the like,
-    of the image in its folder. Once subfolders agree (patients'), a mask of one is of no image of another. An image's
-    name is its file's; its path where several have that name.
+    A mask is of the image at its own path, its name with or without one of the endings _mask, _segmentation, _seg,
+    _label, _gt and _groundtruth, or one of these with a number. Else it is of the image of that name, or, if it is
+    called mask or the like, of the image in its folder. Once subfolders agree (patients'), a mask of one is of no
+    image of another. An image's name is its file's; its path where several have that name.
 
     Raises:
         InputError: a mask that fits several images, or several masks that fit one; names the files.

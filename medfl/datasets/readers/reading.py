@@ -637,7 +637,8 @@ def read_many_bits(image: ImageFile, content: bytes) -> Array:
                 sitk.ReadImage(str(path), imageIO=f"{image.format}ImageIO")
             )
 
-    if 8 * pixels.itemsize != bits:
+    # of tiles ITK makes RGBA
+    if 8 * pixels.itemsize != bits or pixels.ndim - 1 != min(2, len(image.getbands())):
         raise ValueError(
             f"it has {bits} bits a channel, or lies in tiles: save it as PNG of 8 or 16"
         )
@@ -693,7 +694,8 @@ def white_is_high(image: ImageFile, pixels: Array, is_mask: bool) -> Array:
     if bits <= 8 and kind == _UNSIGNED:
         return pixels
 
-    return (2**bits - 1 if kind == _UNSIGNED else -1) - pixels
+    # of eight bits: Pillow may have read the others as unsigned, if none is below 0
+    return (2**bits - 1 if kind == _UNSIGNED else np.int8(-1)) - pixels
 
 
 def _stored(image: TiffImageFile) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from medfl.core import SECTIONS, Floats, InputError
+from medfl.core import SECTIONS, Floats, InputError, not_among
 
 LEFT_OUT = ""
 USUAL = (0.7, 0.1, 0.2)  # of the images, for train, validate and test
@@ -113,7 +113,7 @@ def _by_findings(records: Sequence[Record], salt: str, shares: Sequence[float]) 
                 places[group] = need.index(max(need))
                 demand[places[group]] -= counts[group]
 
-        left = [group for group in left if group not in places]
+        left = not_among(left, places)
 
     return places
 

@@ -8,8 +8,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from medfl.core import InputError, listed, read_table, refusing
+from medfl.core import InputError, listed, not_among, read_table, refusing
 from medfl.datasets.readers.dicom import SUFFIXES as DICOM_SUFFIXES
 from medfl.datasets.readers.reading import (
     IMAGE_SUFFIXES as IMAGE_SUFFIXES,
@@ -72,7 +73,7 @@ def read_csv(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
     ):
         names, rows = read_table(path, is_composed=True)
 
-    if missing := [column for column in columns if column not in names]:
+    if missing := not_among(columns, names):
         raise InputError(
             f"{path} has no column {missing[0]!r}",
             f"it needs {', '.join(columns)} and has {', '.join(names) or 'none'}",
@@ -187,19 +188,11 @@ def _matches(root: Path, pattern: re.Pattern[str]) -> dict[re.Match[str], str]:
     return {match: uri for name, uri in image_files(root) if (match := pattern.search(name))}
 
 
-def medmnist(
-    text: str,
-    stem: str,
-    classes: int,
-    split: str,
-    *,
-    more_splits: tuple[str, ...] = (),
-    centre: str = "unknown",
-    notes: tuple[str, ...] = (),
-) -> Layout:
+def medmnist(text: str, stem: str, classes: int, split: str, **about: Any) -> Layout:
     """Return the layout of a MedMNIST file `<stem>[_<size>].npz`; of several sizes in a folder the largest is taken.
 
     The arrays are {train,val,test}_images (N, H, W[, 3]) uint8 and {train,val,test}_labels (N, 1): split `split`.
+    `about` are more_splits, centre and notes of `stacked`.
     """
     name = re.compile(rf"{re.escape(stem)}(?:_(\d+))?\.npz$")
 
@@ -215,7 +208,7 @@ def medmnist(
         _, file = max(sizes)
         return {part: (f"{file}!{part}_images", f"{file}!{part}_labels") for part in SECTION_NAMES}
 
-    return stacked(text, find, classes, split, more_splits=more_splits, centre=centre, notes=notes)
+    return stacked(text, find, classes, split, **about)
 
 
 def stacked(

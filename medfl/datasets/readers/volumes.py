@@ -45,19 +45,11 @@ CHANGES = "changes"
 TOLERANCE = 1e-3  # mm, on each number of an affine
 _MOST_CHANNELS = 32  # of an image of four axes; more are a series in time
 _READABLE = f"a volume is a file that ends in {', '.join(SUFFIXES)}, plain or in a zip, or a folder of one DICOM series"
-_MILLIMETRES = {
-    "": 1.0,
-    "?": 1.0,
-    "unknown": 1.0,
-    "mm": 1.0,
-    "millimeter": 1.0,
-    "cm": 10.0,
-    "m": 1e3,
-    "meter": 1e3,
-    "um": 1e-3,
-    "\u00b5m": 1e-3,
-    "\u03bcm": 1e-3,
-    "micron": 1e-3,
+_WORDS = """
+    ? 1 unknown 1 mm 1 millimeter 1 cm 10 m 1e3 meter 1e3 micron 1e-3 um 1e-3 \u00b5m 1e-3 \u03bcm 1e-3
+"""
+_MILLIMETRES = dict(zip(_WORDS.split()[::2], map(float, _WORDS.split()[1::2]), strict=True)) | {
+    "": 1.0
 }
 """Of each unit of length that a header may name; what it leaves open is millimetres, as is the custom."""
 _GZIP = b"\x1f\x8b"
@@ -183,9 +175,19 @@ def _is_close(affine: Array, other: Array) -> bool:
     return np.allclose(affine, other, rtol=0, atol=TOLERANCE)
 
 
-def changes_of(volumes: Iterable[object]) -> str:
-    """Return what reading changed in volumes and masks, each with a semicolon after it; in other values nothing."""
-    return "".join(str(getattr(volume, "meta", {}).get(CHANGES, "")) for volume in volumes)
+def changes_of(image: object, mask: object = None) -> str:
+    """Return what reading changed in a case, or left as odd as it is, each with a semicolon after it."""
+    changes = ""
+    for part in (image, mask):
+        changes += str(getattr(part, "meta", {}).get(CHANGES, ""))
+
+    # inverted, perhaps; a label that is no mask has no axes
+    voxels = np.asarray(mask if getattr(mask, "ndim", 0) > 1 else 0)
+    values, counts = np.unique(voxels, return_counts=True)
+    if values[counts.argmax()]:
+        changes += "a structure is larger than the background: is that 0 in the masks?; "
+
+    return changes
 
 
 def changes_told(cases: Iterable[str]) -> tuple[str, ...]:
@@ -311,6 +313,11 @@ def _read(uri: str) -> _Raw:
             "an affine can be inverted",
             "write an sform or qform that can be inverted into its header",
         )
+
+    sides = np.linalg.norm(raw.affine[:3, :3], axis=0)
+    if not 0.01 <= min(sides) <= max(sides) <= 50:
+        odd = "voxels have sides below 0.01 or above 50 mm: is this their unit?; "
+        raw = raw._replace(changes=raw.changes + odd)
 
     return raw._replace(voxels=voxels)
 

@@ -13,7 +13,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from medfl.core import Array, Config, Document, Floats, InputError, Integers, map_values, without
+from medfl.core import (
+    Array,
+    Config,
+    Document,
+    Floats,
+    InputError,
+    Integers,
+    map_values,
+    not_among,
+    without,
+)
 from medfl.data import Item, Shard
 from medfl.evaluation import METRICS, Cases, Draws, Evaluator, Interval, Rule, Scored, bootstrap
 from medfl.evaluation.conformal import halves
@@ -157,7 +167,7 @@ class Kind:
         Raises:
             InputError: the file is damaged.
         """
-        columns = [name for name in table.columns if name not in ("id", "site")]
+        columns = not_among(table.columns, ("id", "site"))
         return cases_of(table, {name: table.numbers(name) for name in columns})
 
     def strata(self, cases: Cases) -> Integers:

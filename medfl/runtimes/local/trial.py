@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from medfl.core import InputError, MedflError, as_text, root_cause, site_names, stream
+from medfl.core import InputError, MedflError, as_text, not_among, root_cause, site_names, stream
 from medfl.data import Shard
 from medfl.runtimes.federation import Federation
 from medfl.training import Networks, fit
@@ -63,7 +63,7 @@ def try_training_step(federation: Federation, overrides: Mapping[str, object]) -
     classes = bundle.structures if is_shipped_segmentation else bundle.classes
     # two classes may share one binary output
     allowed = {len(classes), 1} if len(classes) == 2 else {len(classes)}
-    wrong = [count for count in outputs if count not in allowed]
+    wrong = not_among(outputs, allowed)
     if classes and wrong:
         raise InputError(
             f"--config {values}: the network has {wrong[0]} outputs",
