@@ -70,11 +70,20 @@ def ordered(pairs: Any = ()) -> OrderedDict[Any, Any]:
     return mapping
 
 
-_WORDS = """
-    Float float32 Double float64 Half float16 BFloat16 bfloat16 Long int64 Int int32 Short int16
-    Char int8 Byte uint8 Bool bool ComplexFloat complex64 ComplexDouble complex128
-"""
-_KINDS = dict(zip(_WORDS.split()[::2], _WORDS.split()[1::2], strict=True))
+_KINDS = {
+    "Float": torch.float32,
+    "Double": torch.float64,
+    "Half": torch.float16,
+    "BFloat16": torch.bfloat16,
+    "Long": torch.int64,
+    "Int": torch.int32,
+    "Short": torch.int16,
+    "Char": torch.int8,
+    "Byte": torch.uint8,
+    "Bool": torch.bool,
+    "ComplexFloat": torch.complex64,
+    "ComplexDouble": torch.complex128,
+}
 _TYPED = (
     "restore_type_tag",
     *(f"build_{kind}list" for kind in ("int", "double", "bool", "tensor")),
@@ -83,7 +92,7 @@ _TYPED = (
 _REBUILT: Mapping[str, Any] = {
     **STAND_INS,
     **{
-        f"{place}.{name}Storage": getattr(torch, kind)
+        f"{place}.{name}Storage": kind
         for place in ("torch", "torch.cuda")
         for name, kind in _KINDS.items()
     },

@@ -24,26 +24,12 @@ from medfl.core import without
 from medfl.storage.pickled_arrays import STAND_INS
 
 FLOAT_LABELS = "labels:float"
-_WORDS = """
-    product prod
-    cumproduct cumprod
-    alltrue all
-    sometrue any
-    row_stack vstack
-    trapz trapezoid
-    round_ round
-    float_ float64
-    complex_ complex128
-    unicode_ str_
-    string_ bytes_
-    bool8 bool_
-    Inf inf
-    Infinity inf
-    infty inf
-    PINF inf
-    NaN nan
+_EQUAL = """
+    product=prod cumproduct=cumprod alltrue=all sometrue=any row_stack=vstack trapz=trapezoid
+    round_=round float_=float64 complex_=complex128 unicode_=str_ string_=bytes_ bool8=bool_
+    Inf=inf Infinity=inf infty=inf PINF=inf NaN=nan
 """
-_SAME = dict(zip(_WORDS.split()[::2], _WORDS.split()[1::2], strict=True))
+_SAME = dict(pair.split("=") for pair in _EQUAL.split())
 """Names that NumPy 2 removed, and their equivalents."""
 _PYTHON: dict[str, type] = {"float": float, "int": int, "bool": bool}
 """Names that NumPy removed, and the Python built-ins that they were."""

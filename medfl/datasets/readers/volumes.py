@@ -45,11 +45,19 @@ CHANGES = "changes"
 TOLERANCE = 1e-3  # mm, on each number of an affine
 _MOST_CHANNELS = 32  # of an image of four axes; more are a series in time
 _READABLE = f"a volume is a file that ends in {', '.join(SUFFIXES)}, plain or in a zip, or a folder of one DICOM series"
-_WORDS = """
-    ? 1 unknown 1 mm 1 millimeter 1 cm 10 m 1e3 meter 1e3 micron 1e-3 um 1e-3 \u00b5m 1e-3 \u03bcm 1e-3
-"""
-_MILLIMETRES = dict(zip(_WORDS.split()[::2], map(float, _WORDS.split()[1::2]), strict=True)) | {
-    "": 1.0
+_MILLIMETRES = {
+    "": 1.0,
+    "?": 1.0,
+    "unknown": 1.0,
+    "mm": 1.0,
+    "millimeter": 1.0,
+    "cm": 10.0,
+    "m": 1e3,
+    "meter": 1e3,
+    "um": 1e-3,
+    "\u00b5m": 1e-3,
+    "\u03bcm": 1e-3,
+    "micron": 1e-3,
 }
 """Of each unit of length that a header may name; what it leaves open is millimetres, as is the custom."""
 _GZIP = b"\x1f\x8b"
