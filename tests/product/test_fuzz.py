@@ -523,7 +523,7 @@ def test_inputs_that_follow_the_branches(recorded: Recorded, tmp_path: Path) -> 
     ]
     environment = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.support.coverage_fuzz", *words],
+        [sys.executable, "-m", "tests.support.coverage_fuzz", *words],
         capture_output=True, text=True, timeout=900, cwd=tmp_path, env=environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
