@@ -253,8 +253,10 @@ def imports() -> None:
         import medfl.runs.launch  # noqa: F401
 
         with contextlib.suppress(ImportError):
-            import nvflare.private.fed.app.deployer.server_deployer
-            import nvflare.private.fed.app.simulator.simulator_runner  # noqa: F401
+
+            import medfl.flare.parts
+            import medfl.flare.server
+            import medfl.flare.site  # noqa: F401
     assert len(os.listdir("/proc/self/task")) == 1
 
 
