@@ -253,7 +253,6 @@ def imports() -> None:
         import medfl.runs.launch  # noqa: F401
 
         with contextlib.suppress(ImportError):
-
             import medfl.flare.parts
             import medfl.flare.server
             import medfl.flare.site  # noqa: F401
