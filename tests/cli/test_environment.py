@@ -156,7 +156,9 @@ def test_a_comparison_is_shown_where_the_locale_is_not_utf_8(
     """Its tables have ± and –: it ended with a traceback after all runs, which are there already here."""
     monkeypatch.chdir(tmp_path)
     datasets.write_phantom("mednist", tmp_path / "data", per_class=10, size=16)
-    compare = "compare mednist --data data --methods fedavg --seeds 0,1 --sites 2 --rounds 1 --out c"
+    compare = (
+        "compare mednist --data data --methods fedavg --seeds 0,1 --sites 2 --rounds 1 --out c"
+    )
     compare += " --config network=small_cnn --config image_size=16 --jobs 1"
     assert verbs.main(compare.split()) == 0
     (tmp_path / "c" / "tables.md").unlink()
