@@ -71,7 +71,8 @@ def likeness() -> list[Any]:
     read = {name: text for name, text in os.environ.items() if name.startswith(READ_BY_IMPORTS)}
     for name in ALIKE:
         read.pop(name, None)
-    return [bounds, limits, read, sys.executable, list(map(int, sys.flags))]
+    python = [sys.prefix, os.path.realpath(sys.executable)]  # `python3` in scripts of FLARE's
+    return [bounds, limits, read, python, list(map(int, sys.flags))]
 
 
 # The program's half
