@@ -34,7 +34,7 @@ WARM, ADDRESS = pytest.StashKey[ExitStack](), pytest.StashKey[str]()
 """Where the process that hands the tests out keeps the workers' warm process, and its address."""
 
 
-MARKS = re.compile("slow|gpu|flare")
+MARKS = re.compile(r"mark\.(slow|gpu|flare)|mostly_slow")
 """What is in the text of every file that has a test with one of these marks."""
 
 

@@ -21,7 +21,7 @@ def test_four_hospitals(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
-    partition = "centre:rosendahl=600/400,vidir_modern=600/400,vidir_molemax=600/400"
+    partition = "centre:rosendahl=300/300,vidir_modern=300/300,vidir_molemax=300/300"
     run = ["run", "ham10000", "--data", str(HAM10000), "--partition", partition, "--rounds", "4"]
     small = ["--config", "network=small_cnn", "--config", "image_size=32"]
     assert main([*run, *small, "--out", str(out), "--quiet"]) == 0

@@ -42,12 +42,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def started(place: Path, arguments: Sequence[str]) -> subprocess.Popen[str]:
-    threads = {
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "2",
-    }  # NumPy's own, which it starts where it is imported
-    environment = {**os.environ, "PYTHONPATH": python_path(), **threads}
+THREADS = {"OPENBLAS_NUM_THREADS": "2"}
+"""NumPy's own, which it starts where it is imported; a program with them starts by itself, others are forked."""
+
+
+def started(place: Path, arguments: Sequence[str], **variables: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", **variables}
     return subprocess.Popen(
         [sys.executable, "-m", "medfl", *arguments], cwd=place, env=environment, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -72,7 +72,7 @@ def medfl(place: Path, *arguments: str) -> tuple[int, list[str]]:
 def test_the_weights_are_those_without_it_also_after_a_kill(data: Path, tmp_path: Path) -> None:
     run = ["run", "mednist", "--data", str(data), *SMALL]
     inside, name = [*run, "--jobs", "2", "--sandbox"], "runs/mednist-fedavg-0"
-    process = started(tmp_path, [*inside, "--rounds", "100000"])
+    process = started(tmp_path, [*inside, "--rounds", "100000"], **THREADS)
     manifest, deadline = tmp_path / name / "state" / "manifest.json", time.monotonic() + 180
     while not manifest.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -117,7 +117,7 @@ def test_a_compiled_run_may_execute_the_compiler_and_says_so(data: Path, tmp_pat
         "--compile",
         "--sandbox",
     ]
-    process = started(tmp_path, [*run, "--out=compiled"])
+    process = started(tmp_path, [*run, "--out=compiled"], **THREADS)
     _, stderr = process.communicate(timeout=300)
     assert process.returncode == 0, stderr
     assert ", no network, programs /bin, " in stderr.splitlines()[0]
@@ -335,7 +335,7 @@ def test_a_foreign_bundle_is_held_by_every_verb_unasked(
         ["compare", *run, "--methods=fedavg,local", "--seeds=0", "--out=grid"],
     ]
     for command in commands:
-        process = started(tmp_path, command)
+        process = started(tmp_path, command, **(THREADS if command[0] == "run" else {}))
         stdout, stderr = process.communicate(timeout=300)
         assert process.returncode == 0, (command, stderr)
         assert "sandbox: Landlock ABI" in stderr.splitlines()[0], command

@@ -35,6 +35,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 """Methods that take texts along, and have other networks; every other one is in test_server.py."""
 CONFIG = {"network": "small_cnn", "image_size": 16}
+FLAGS = (
+    "--config=network=small_cnn", "--config=image_size=16", "--sites=2", "--partition=iid", "--cohort=1.0",
+    "--local-epochs=1", "--batch-size=8",
+)  # fmt: skip
+"""The settings of `run`, on a command line."""
 
 
 @pytest.fixture(scope="module")
@@ -146,11 +151,11 @@ def test_law1_a_run_killed_in_a_round_goes_on_with_resume(scans: Path, tmp_path:
     """SCAFFOLD sends more than weights, and keeps a State at its sites; all is killed after round 1."""
     whole = run(scans, tmp_path / "whole", "scaffold", "simulator", rounds=3)
     out = tmp_path / "cut"
-    code = (
-        f"from tests.flare.test_parity import *; run(Path({str(scans)!r}), Path({str(out)!r}), 'scaffold', "
-        "'flare', rounds=3)"
+    words = ["run", "mednist", f"--data={scans}", "--method=scaffold", "--rounds=3", *FLAGS]
+    child = subprocess.Popen(
+        [sys.executable, "-m", "medfl", *words, "--runtime=flare", f"--out={out}"],
+        start_new_session=True,
     )
-    child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
     manifest = out / "state" / "manifest.json"
     for _ in range(1200):
         if manifest.is_file() or child.poll() is not None:

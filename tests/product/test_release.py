@@ -384,22 +384,13 @@ def test_the_wheel_works_away_from_the_checkout(tmp_path: Path) -> None:
 
     assert say("--version") == f"medfl {release.VERSION}\n"
     assert "ham10000" in say("bundles")
-    demo = ("run", "ham10000", "--data", "phantom", "--method", "fedbm", "--preset", "demo")
-    few = (
-        "--config",
-        "network=small_cnn",
-        "--config",
-        "image_size=32",
-        "--set",
-        "g_iterations=2",
-        "--set",
-        "g_batch=4",
+    demo = "run ham10000 --data phantom --method fedbm --preset demo"
+    few = "--config network=small_cnn --config image_size=32 --set g_iterations=2 --set g_batch=4"
+    few += " --set synthetic_batch=2 --rounds 1 --out run"
+    commands = f"{demo} {few}", "export run --out bundle --formats none", "site inspect bundle"
+    program = str(Path(program).with_name("python"))  # one import of torch for all
+    assert "ACCEPTED" in say(
+        "-c", f"from medfl.cli import main; assert not any(main(x.split()) for x in {commands})"
     )
-    say(*demo, *few, "--set", "synthetic_batch=2", "--rounds", "1", "--out", "run")
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert Path(record["bundle_path"]).is_relative_to((tmp_path / "env").resolve())
-    further = "export run --out bundle --formats none", "site inspect bundle"  # in one process
-    program = str(Path(program).with_name("python"))
-    assert "ACCEPTED" in say(
-        "-c", f"from medfl.cli import main; assert not any(main(x.split()) for x in {further})"
-    )

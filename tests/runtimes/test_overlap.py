@@ -354,7 +354,7 @@ def test_a_run_is_killed_within_rounds_that_overlap_and_resumed(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("method", "rounds", "step"), [("fedavg", 3, 2), ("ditto", 4, 2)])
+@pytest.mark.parametrize(("method", "rounds", "step"), [("fedavg", 3, 2), ("ditto", 4, 3)])
 def test_a_run_is_killed_at_any_answer_and_write_and_resumed(
     tmp_path: Path, method: str, rounds: int, step: int
 ) -> None:

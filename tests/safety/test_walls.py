@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(sandbox.abi() < 6, reason="the kernel's Landlock is older than ABI 6"),
 ]
-_SECONDS = 20
+_SECONDS = 8
 
 
 class Neighbourhood:
@@ -68,6 +68,12 @@ class Neighbourhood:
         with pytest.raises(BlockingIOError):
             self.server.accept()
         assert os.waitpid(self.process, os.WNOHANG) == (0, 0), f"{name} ended a process"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def scanned() -> None:
+    """Let MONAI look for its classes here, once, and not in each worker."""
+    ConfigParser({"x": {"_target_": "Identity"}}).get_parsed_content("x")
 
 
 @pytest.fixture

@@ -68,8 +68,13 @@ def main(commands: list[list[str]], places: list[str], blank: bool) -> None:
         "medfl.runs.launch",
     ):  # whatever imports them may
         importlib.import_module(module)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "nvflare"]:
-        del sys.modules[name]  # the warm process has it; that a command imports it has to be seen
+    warm = ("nvflare", "aiohttp", "medfl.flare")
+    for name in [
+        name for name in sys.modules if f"{name}.".startswith(tuple(f"{one}." for one in warm))
+    ]:
+        del sys.modules[
+            name
+        ]  # the warm process has them; that a command imports them has to be seen
     watch = Watch(may_change=tuple(map(Path, places)), may=MAY)
     before = set(sys.modules)
     codes, until = [], []

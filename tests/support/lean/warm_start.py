@@ -27,8 +27,9 @@ from typing import Any
 
 FLARE, KERNEL = "nvflare.private.fed.app.", "ipykernel_launcher"
 MODULES = (
-    "medfl", "monai.bundle", "tests.support.watched", KERNEL, f"{FLARE}simulator.simulator",
-    f"{FLARE}simulator.simulator_worker", f"{FLARE}client.worker_process", f"{FLARE}server.runner_process",
+    "medfl", "monai.bundle", "tests.support.coverage_fuzz", "tests.support.watched", KERNEL,
+    f"{FLARE}simulator.simulator", f"{FLARE}simulator.simulator_worker", f"{FLARE}client.worker_process",
+    f"{FLARE}server.runner_process",
 )  # fmt: skip
 BENCHMARKS = os.path.abspath(f"{__file__}/../../../../benchmarks") + os.sep
 READ_BY_IMPORTS = (
@@ -43,8 +44,15 @@ READ_BY_IMPORTS = (
     "PYTHON",
     "TORCH",
 )
-ALIKE = ("PYTHONPATH", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR")
-"""Of these the first is followed by the fork, and the others are what imports of the tests' process have set."""
+INLINE = "module://matplotlib_inline.backend_inline"
+ALIKE = (
+    "PYTHONPATH",
+    "MPLBACKEND",
+    "KMP_DUPLICATE_LIB_OK",
+    "KMP_INIT_AT_FORK",
+    "TORCHINDUCTOR_CACHE_DIR",
+)
+"""Of these the first two are followed by the fork, and the others are what imports of the tests' process have set."""
 PASSED_ON = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 RLIMITS = 1 + max(number for name, number in vars(resource).items() if name.startswith("RLIMIT_"))
 BY_ITSELF = 256
@@ -63,7 +71,8 @@ def likeness() -> list[Any]:
     read = {name: text for name, text in os.environ.items() if name.startswith(READ_BY_IMPORTS)}
     for name in ALIKE:
         read.pop(name, None)
-    return [bounds, limits, read, sys.executable, list(map(int, sys.flags))]
+    python = [sys.prefix, os.path.realpath(sys.executable)]  # `python3` in scripts of FLARE's
+    return [bounds, limits, read, python, list(map(int, sys.flags))]
 
 
 # The program's half
@@ -202,12 +211,11 @@ def become(asked: dict[str, Any], set_by_imports: dict[str, str]) -> None:
     import numpy
 
     numpy.random.seed()  # noqa: NPY002 - its state is drawn when it is imported
-    if (
-        asked["program"] == KERNEL
-    ):  # says it by a variable, which matplotlib reads when it is imported
+    if asked["program"] == KERNEL or "MPLBACKEND" in asked["environment"]:
+        # a kernel says it by the variable, to itself and its commands; matplotlib reads it when it is imported
         import matplotlib
 
-        matplotlib.rcParams["backend"] = "module://matplotlib_inline.backend_inline"
+        matplotlib.rcParams["backend"] = asked["environment"].get("MPLBACKEND", INLINE)
     for (
         number
     ) in PASSED_ON:  # the warm process may be in the background, where an interrupt is ignored
@@ -246,8 +254,9 @@ def imports() -> None:
         import medfl.runs.launch  # noqa: F401
 
         with contextlib.suppress(ImportError):
-            import nvflare.private.fed.app.deployer.server_deployer
-            import nvflare.private.fed.app.simulator.simulator_runner  # noqa: F401
+            import medfl.flare.parts
+            import medfl.flare.server
+            import medfl.flare.site  # noqa: F401
     assert len(os.listdir("/proc/self/task")) == 1
 
 
