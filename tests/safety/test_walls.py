@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(sandbox.abi() < 6, reason="the kernel's Landlock is older than ABI 6"),
 ]
-_SECONDS = 8
+_SECONDS = 12
 
 
 class Neighbourhood:
