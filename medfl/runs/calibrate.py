@@ -284,8 +284,7 @@ def _sites(
 
         tables = conformal.tables_of(sets, options.min_count)
         keys = [f"{section}/{part}" for section, parts in tables.items() for part in parts]
-        gate = Gate(policy.outbound, Account(), name)
-        gate.charge_numbers("metrics", keys, from_images=False)
+        Gate(policy.outbound, Account(), name).charge_numbers("metrics", keys, from_images=False)
         if sets:
             scale = next(iter(sets.values())).scale
             sites[name] = SiteSums.told(tables, result.run.seed, scale, sets.get("test"))
