@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -86,8 +87,8 @@ def _part(config: Configuration, key: str) -> Any:
 def key_metric(config: Configuration, loss: Any) -> tuple[str, Any]:
     """Return name and ignite metric of the evaluator, or the loss if it has none.
 
-    "dice" is MONAI's Dice, and no other metric gets the name of one of medfl's; a metric for which lower is better is
-    named accordingly.
+    "dice" is MONAI's Dice, and no other metric gets the name of one of medfl's. A metric for which lower is better, by
+    `metric_cmp_fn` or else by its class (for MONAI, higher would be better), is named accordingly.
     """
     evaluator = find_evaluator(config)
     key, metrics = config.raw(f"{evaluator}#key_val_metric")
@@ -96,17 +97,22 @@ def key_metric(config: Configuration, loss: Any) -> tuple[str, Any]:
 
     name = next(iter(metrics))
     metric = config.evaluated(f"{key}#{name}")
-    if isinstance(getattr(metric, "metric_fn", None), DiceMetric):
+    function = getattr(metric, "metric_fn", None)
+    if isinstance(function, DiceMetric):
         return "dice", metric
 
     # these names are for medfl's own definitions
     if name in METRICS or name.startswith(KINDS):
         name = f"own_{name}"
 
-    if config.raw(f"{evaluator}#metric_cmp_fn")[1] is not None and higher_is_better(name):
+    kind = f"{type(metric).__name__}_{type(function).__name__}"
+    lowers = not higher_is_better(re.sub("(?=[A-Z][a-z])", "_", kind))
+    if config.raw(f"{evaluator}#metric_cmp_fn")[1] is not None:
         better = config.evaluated(f"{evaluator}#metric_cmp_fn")
-        if better(0.0, 1.0):  # the direction must follow from the name alone
-            name += "_error"
+        lowers = better(0.0, 1.0)
+
+    if lowers and higher_is_better(name):
+        name += "_error"  # the direction must follow from the name alone
 
     return name, metric
 

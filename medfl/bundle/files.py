@@ -153,7 +153,7 @@ def read(path: Path) -> Document:
 
 
 def read_metadata(root: Path) -> Document:
-    """Return the content of a bundle's metadata.json, {} if there is none.
+    """Return the content of a bundle's metadata.json, {} if there is none; a network's only output is called "pred".
 
     Raises:
         InputError: it is invalid, or describes inputs and outputs in an unknown form.
@@ -167,6 +167,9 @@ def read_metadata(root: Path) -> Document:
         formats = described.get("network_data_format", {})
         for kind in kinds:
             tensors += formats.get(kind, {}).values()
+
+        if len(formats.get("outputs", {})) == 1:
+            formats["outputs"] = {"pred": tensors[-1]}
 
     for tensor in tensors:
         errors += type_errors(tensor, _FORMAT, "network_data_format...")

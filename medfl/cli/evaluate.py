@@ -94,6 +94,8 @@ def run(args: Namespace) -> int:
     resume = _is_begun(args.out, args.folds)
     if not resume:
         require_unused(args.out, advice="give a new folder")
+    elif args.folds is None:
+        runs.append(args.out)
 
     hold(args, Use(bundles=[bundle], runs=runs, folder=args.out))
     with without_gc():

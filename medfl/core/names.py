@@ -144,6 +144,9 @@ def as_cell(value: Any) -> Any:
 
 def from_cell(text: str) -> str:
     """Invert `as_cell`."""
+    # of a million cells hardly one has the sign
+    if _AS_TEXT not in text:
+        return text
     return re.sub(f"(?:{_FORMULA.pattern}){_AS_TEXT}", "", text)
 
 

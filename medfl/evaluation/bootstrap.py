@@ -1,5 +1,7 @@
 """Bootstrap intervals of test metrics: test cases are resampled with replacement, a thousand times.
 
+Above 20,000 cases fewer times, but at least a hundred: memory and time would grow with the product of both.
+
 Percentile intervals as in B. Efron, R. Tibshirani: An Introduction to the Bootstrap (1993), chapter 13. A draw is
 stored as the number of times it contains each case, so that every metric is computed from counts, for all draws at
 once. Stratified draws keep the number of cases of each stratum, so that no class can be missing.
@@ -12,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,8 @@ DRAWS = 1000
 LEVEL = 0.95
 LEAST = 10
 """Minimum number of cases for an interval."""
+_NUMBERS = 20_000_000  # of all draws: 80 MB
+_FEWEST = 100  # draws, however many cases
 _DRAWN_AT_ONCE = 1 << 22  # numbers: 32 MiB of int64
 _BLOCK = 64  # draws whose areas are computed at once, so that they fit in a cache
 
@@ -38,18 +41,16 @@ def draw(strata: Integers, seed: int, count: int = DRAWS) -> Draws:
     The draws are those of `scipy.stats.bootstrap` with `numpy.random.default_rng(seed)`.
     """
     generator = np.random.default_rng(seed)
+    count = min(count, max(_FEWEST, _NUMBERS // max(1, len(strata))))
     draws = np.zeros((count, len(strata)), np.int32)
     for stratum in np.unique(strata):
         members = np.flatnonzero(strata == stratum)
         size = len(members)
-        step = max(1, _DRAWN_AT_ONCE // len(members))
-        for start in range(0, count, step):
-            rows = min(step, count - start)
+        for block in _blocks(draws):
+            rows = len(block)
             # Row r counts in its own range of `size` numbers, so that one bincount serves all rows.
             taken = generator.integers(0, size, (rows, size)) + size * np.arange(rows)[:, None]
-            draws[start : start + rows, members] = np.bincount(
-                taken.ravel(), minlength=rows * size
-            ).reshape(rows, size)
+            block[:, members] = np.bincount(taken.ravel(), minlength=rows * size).reshape(rows, -1)
 
     return draws
 
@@ -117,9 +118,32 @@ def areas(label: Integers, probabilities: Floats, draws: Draws) -> Floats:
 
 def area(positive: Flags, score: Floats, draws: Draws) -> Floats:
     """Return the area under the ROC curve (draws,) of N binary cases and their scores."""
-    ranked = _Ranked.of(positive, score)
-    starts = range(0, len(draws), _BLOCK)
-    return np.concatenate([ranked.areas(draws[i : i + _BLOCK]) for i in starts])
+    order = np.argsort(score, kind="stable")
+    positives = order[positive[order]]
+    negatives = order[~positive[order]]
+    # the negatives with a lower score than each positive; then those with its score too
+    below = np.searchsorted(score[negatives], score[positives], "left")
+    up_to = np.searchsorted(score[negatives], score[positives], "right")
+    shares = []
+    for block in _blocks(draws):
+        drawn = block.take(positives, 1)
+        # summed[:, i]: number of drawn negatives among the i lowest.
+        summed = block.take(negatives, 1).cumsum(1, dtype=np.int32)
+        summed = np.pad(summed, ((0, 0), (1, 0)))
+        pairs = summed.take(below, 1) + summed.take(up_to, 1)
+        won = np.einsum("dp,dp->d", drawn, pairs, dtype=float)
+
+        with np.errstate(invalid="ignore"):
+            # A pair counts twice if won and once if tied, hence the half.
+            shares.append(won / 2 / (drawn.sum(1, dtype=float) * summed[:, -1]))
+
+    return np.concatenate(shares)
+
+
+def _blocks(draws: Draws) -> list[Draws]:
+    """Split draws so that what is computed of a block fits in a cache."""
+    step = max(1, min(_BLOCK, _DRAWN_AT_ONCE // draws.shape[1]))
+    return np.split(draws, range(step, len(draws), step))
 
 
 def average_precision(positive: Flags, score: Floats, draws: Draws) -> Floats:
@@ -129,61 +153,20 @@ def average_precision(positive: Flags, score: Floats, draws: Draws) -> Floats:
     # number of cases whose score is at least that of each positive
     reach = len(score) - np.searchsorted(np.sort(score), score[positives], "left")
     precision_sums = []
-    for start in range(0, len(draws), _BLOCK):
+    for block in _blocks(draws):
         # (draws, N), the highest score first
-        rows = draws[start : start + _BLOCK].take(order, 1)
+        rows = block.take(order, 1)
         # how many cases each draw has with a score of at least that of each positive
-        called = rows.cumsum(1).take(reach - 1, 1)
-        hits = (rows * positive[order]).cumsum(1).take(reach - 1, 1)
+        called = rows.cumsum(1, dtype=np.int32).take(reach - 1, 1)
+        hits = (rows * positive[order]).cumsum(1, dtype=np.int32).take(reach - 1, 1)
         with np.errstate(invalid="ignore"):
             precision = np.where(hits > 0, hits / called, 0.0)
-        precision_sums.append((precision * draws[start : start + _BLOCK].take(positives, 1)).sum(1))
+        precision_sums.append((precision * block.take(positives, 1)).sum(1))
 
     with np.errstate(invalid="ignore"):
         mean: Floats = np.concatenate(precision_sums) / draws[:, positive].sum(1)
 
     return mean
-
-
-class _Ranked(NamedTuple):
-    """The positive and negative cases of a class, ordered by score.
-
-    Attributes:
-        positives: (P,) indices of the class's cases.
-        negatives: (N - P,) indices of the other cases.
-        below: (P,) number of negatives with a lower score than each positive.
-        up_to: (P,) number of negatives with a lower or equal score.
-    """
-
-    positives: Integers
-    negatives: Integers
-    below: Integers
-    up_to: Integers
-
-    @classmethod
-    def of(cls, positive: Flags, score: Floats) -> _Ranked:
-        order = np.argsort(score, kind="stable")
-        positives = order[positive[order]]
-        negatives = order[~positive[order]]
-        # the negatives with a lower score than each positive; then those with its score too
-        below = np.searchsorted(score[negatives], score[positives], "left")
-        up_to = np.searchsorted(score[negatives], score[positives], "right")
-        return cls(positives, negatives, below, up_to)
-
-    def areas(self, draws: Draws) -> Floats:
-        """Return the area in each draw."""
-        positives = draws.take(self.positives, 1)
-        summed = draws.take(self.negatives, 1).cumsum(1, dtype=np.int32)
-        # summed[:, i]: number of drawn negatives among the i lowest.
-        summed = np.pad(summed, ((0, 0), (1, 0)))
-        pairs = summed.take(self.below, 1) + summed.take(self.up_to, 1)
-        won: Floats = np.einsum("dp,dp->d", positives, pairs, dtype=float)
-
-        with np.errstate(invalid="ignore"):
-            # A pair counts twice if won and once if tied, hence the half.
-            share: Floats = won / 2 / (positives.sum(1, dtype=float) * summed[:, -1])
-
-        return share
 
 
 def _confusions(label: Integers, predicted: Integers, classes: int, draws: Draws) -> Array:

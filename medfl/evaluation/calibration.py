@@ -61,18 +61,21 @@ def reliability(confidence: Floats, correct: Array, bins: int = BINS) -> Reliabi
 
 
 def redrawn(
-    curve: Reliability, confidence: Floats, correct: Array, draws: Draws
+    curve: Reliability, confidence: Floats, correct: Array, case: Integers, draws: Draws
 ) -> tuple[Floats, Floats]:
     """Return the ECE (draws,) and each bin's accuracy (draws, B) over draws, NaN if a draw has no case in the bin.
 
-    The curve is that of all cases; `draws` (draws, N) is how often each draw of `evaluation.bootstrap` contains a case.
+    The curve is that of all predictions (N,), of which a case may have several; `draws` (draws, C) is how often each
+    draw of `evaluation.bootstrap` contains a case, `case` (N,) which case each prediction is of.
     """
-    # (N, B), which cases lie in which bin
-    bins = np.equal.outer(curve.member, np.arange(len(curve.count))).astype(np.float64)
-    right = np.asarray(correct).astype(np.float64)[:, None]
-    # Multiplied by the number of cases in a bin: the sum over its cases of (right - confidence), and of right.
-    gaps = draws @ (bins * (right - confidence[:, None]))
-    hits = draws @ (bins * right)
-    cases = draws @ bins
+    right = np.asarray(correct).astype(np.float64)
+    bins = len(curve.count)
+    cells = case * bins + curve.member
+    # (C, B), the sums over a case's predictions in a bin: how many, how many right, of (right - confidence)
+    sums = [
+        np.bincount(cells, weights, draws.shape[1] * bins).reshape(-1, bins)
+        for weights in (np.ones(len(cells)), right, right - confidence)
+    ]
+    cases, hits, gaps = np.split(draws @ np.concatenate(sums, 1), 3, 1)
     with np.errstate(invalid="ignore"):
         return np.abs(gaps).sum(1) / cases.sum(1), hits / cases

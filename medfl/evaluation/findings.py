@@ -37,6 +37,12 @@ def common(sets: Sequence[Array]) -> Flags | None:
     return in_all if in_all.any() else None
 
 
+def known(probabilities: Array, findings: Array, k: int) -> tuple[Flags, Floats]:
+    """Return whether the cases (N,) in which finding k is known have it, and their probabilities of it."""
+    is_known = findings[:, k] >= 0
+    return findings[is_known, k] == 1, probabilities[is_known, k].astype(np.float64)
+
+
 def area(truth: Array, score: Array) -> float:
     """Return the area under the ROC curve of cases (N,) that are 1 or 0, by Mann-Whitney; ties count one half."""
     positive = truth == 1
@@ -97,10 +103,9 @@ def summary(
     """
     rows = []
     # with few test images per finding, a mean over findings would be mostly chance
-    for k in np.flatnonzero(scored(findings, 1 if decisions is None else LEAST)):
+    for k in np.flatnonzero(scored(findings, 1 if decisions is None else LEAST)).tolist():
         if decisions is None:
-            is_known = findings[:, k] >= 0
-            rows.append({"auroc": area(findings[is_known, k], probabilities[is_known, k])})
+            rows.append({"auroc": area(*known(probabilities, findings, k))})
         else:
             rows.append(of_one(findings[:, k], probabilities[:, k], decisions[:, k]))
 
@@ -126,8 +131,7 @@ def redrawn(
     for k in np.flatnonzero(scored(findings)).tolist():
         is_known = findings[:, k] >= 0
         times = draws[:, is_known]  # (draws, known cases)
-        positive = findings[is_known, k] == 1
-        score = probabilities[is_known, k].astype(np.float64)
+        positive, score = known(probabilities, findings, k)
         if wanted is None or "auroc" in wanted:
             put("auroc", k, bootstrap.area(positive, score, times))
         if wanted is None or "average_precision" in wanted:
@@ -136,13 +140,12 @@ def redrawn(
             continue
 
         called = decisions[is_known, k] == 1
-        positives = times @ positive.astype(float)
-        hits = times @ (positive & called).astype(float)
+        flags = np.stack([positive, positive & called, called, ~positive & ~called], 1)
+        positives, hits, calls, rejected = (times @ flags.astype(float)).T
         with np.errstate(invalid="ignore"):
             put("sensitivity", k, hits / positives)
-            put("f1", k, 2 * hits / (positives + times @ called.astype(float)))
-            negatives = times @ (~positive).astype(float)
-            put("specificity", k, (times @ (~positive & ~called).astype(float)) / negatives)
+            put("f1", k, 2 * hits / (positives + calls))
+            put("specificity", k, rejected / (times.sum(1) - positives))
 
     return values
 
@@ -154,10 +157,8 @@ def thresholds(probabilities: Array, findings: Array) -> Floats:
     W. J. Youden: Index for rating diagnostic tests (1950).
     """
     chosen = np.full(findings.shape[1], 0.5)
-    for k in np.flatnonzero(scored(findings, 1)):
-        is_known = findings[:, k] >= 0
-        positive = findings[is_known, k] == 1
-        score = probabilities[is_known, k].astype(np.float64)
+    for k in np.flatnonzero(scored(findings, 1)).tolist():
+        positive, score = known(probabilities, findings, k)
         values = np.unique(score)
         # a score of at least the threshold is called positive
         sensitivity = 1 - np.searchsorted(np.sort(score[positive]), values) / positive.sum()

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from medfl.core import listed
 from medfl.evaluation.findings import LEAST
-from medfl.evaluation.metrics import Cases
+from medfl.evaluation.metrics import METRICS, Cases
 
 NAMED = 6  # maximum of rounds, sites, seeds or folds in a line
 
@@ -21,6 +21,8 @@ def reason(name: str, metrics: Mapping[str, object] | None, cases: Cases | None)
         return ""
     if name == "auroc" and cases.is_classification:
         return "all of them are of one class"
+    if name not in METRICS and name not in cases.values:
+        return "the bundle's own metric has no value"
     if "findings" in cases.values:
         least = LEAST if "decisions" in cases.values else 1
         return f"no finding is known to be there in {least} of them and absent in {least}"

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from medfl.core import Array, Document, Flags, Floats, Integers, derive
-from medfl.evaluation import Draws, Interval, bootstrap, calibration, metrics, roc
-from medfl.evaluation.bootstrap import DRAWS, LEAST, LEVEL
+from medfl.evaluation import Draws, Interval, bootstrap, calibration, findings, metrics, roc
+from medfl.evaluation.bootstrap import LEAST, LEVEL
 from medfl.evaluation.numbers import agreement
 from medfl.evaluation.roc import Curve
 from medfl.report import charts, formatting
@@ -69,12 +69,12 @@ class PredictionAnalysis:
     @cached_property
     def names(self) -> list[str]:
         """The names of the findings or numbers of a case, or of its classes."""
+        from medfl.problem.tasks.kind import column_names  # imports MONAI, which takes seconds
+
         for value in ("findings", "target"):
             values = self._values(value)
-            if values is not None and len(self.classes) == values.shape[1]:
-                return list(self.classes)
             if values is not None:
-                return list(map(str, range(values.shape[1])))
+                return column_names(self.classes, values.shape[1])
 
         return list(self.classes)
 
@@ -162,7 +162,7 @@ class PredictionAnalysis:
 
         text = (
             f"Intervals are {100 * LEVEL:g} % percentile bootstrap intervals of the judged model after the "
-            f"last round: {DRAWS} draws, {draws}. They say how much hangs on these test cases, not on the "
+            f"last round: {len(self._draws)} draws, {draws}. They say how much hangs on these test cases, not on the "
             "training; where a patient has several images, the true ones are wider."
         )
 
@@ -229,8 +229,7 @@ class PredictionAnalysis:
         truth = self._values("findings")
         assert truth is not None
         for k in range(truth.shape[1]):
-            is_known = truth[:, k] >= 0
-            curves += roc.curve(k, truth[is_known, k] == 1, probabilities[is_known, k])
+            curves += roc.curve(k, *findings.known(probabilities, truth, k))
 
         return curves
 
@@ -284,8 +283,8 @@ class PredictionAnalysis:
     @cached_property
     def _confidence(
         self,
-    ) -> tuple[Floats, Flags, Integers] | None:
-        """Confidence of each prediction, whether it is correct, and which case it belongs to.
+    ) -> tuple[Floats, Flags, Integers, Integers] | None:
+        """Confidence of each prediction, whether it is correct, which case it belongs to, and its class or finding.
 
         For findings the probability of each known one, and whether the case has it.
         """
@@ -295,22 +294,23 @@ class PredictionAnalysis:
 
         label = self._values("label")
         if label is not None:
-            return probabilities.max(1), self._predicted == label, np.arange(len(label))
+            called = self._predicted
+            return probabilities.max(1), called == label, np.arange(len(label)), called
 
         truth = self._values("findings")
         assert truth is not None
         # case by case, so that a draw of cases includes all findings of each
         case, finding = np.nonzero(truth >= 0)
-        return probabilities[case, finding], truth[case, finding] == 1, case
+        return probabilities[case, finding], truth[case, finding] == 1, case, finding
 
     def calibration(self) -> Document | None:
         """Return the reliability chart and its numbers, None without probabilities."""
         if self._confidence is None or not len(self._confidence[0]):
             return None
 
-        confidence, right, case = self._confidence
+        confidence, right, case, _ = self._confidence
         curve = calibration.reliability(confidence, right)
-        eces, accuracy = calibration.redrawn(curve, confidence, right, self._draws[:, case])
+        eces, accuracy = calibration.redrawn(curve, confidence, right, case, self._draws)
         ends = []
         for draws, value, count in zip(accuracy.T, curve.accuracy, curve.count, strict=True):
             interval = bootstrap.interval(draws) if count >= LEAST else None
@@ -350,62 +350,50 @@ class PredictionAnalysis:
             return None
 
         heads, badness, of_case, cells = columns
-        ids = _named(cases.ids, of_case)
+        worst = np.flatnonzero(badness >= np.sort(badness)[-WORST:][:1])
         # ties by id, so that the page does not depend on the order of the sites
-        order = sorted(range(len(ids)), key=lambda i: (-badness[i], ids[i]))
+        order = sorted(worst.tolist(), key=lambda i: (-badness[i], cases.ids[int(of_case[i])]))
         rows = []
         for i in order[:WORST]:
-            site = cases.sites[int(of_case[i])]
-            rows.append((ids[i], site, [column[i] for column in cells]))
+            case = int(of_case[i])
+            rows.append((cases.ids[case], cases.sites[case], cells(i)))
 
         return {"heads": heads, "rows": rows}
 
     def _of_reference(
         self,
-    ) -> tuple[list[str], Floats, Integers, list[Sequence[str]]] | None:
-        """Return headers, badness, case, and cells of each candidate for the worst cases."""
-        probabilities = self._values("probabilities")
-        label = self._values("label")
-        if label is not None and probabilities is not None:
-            of_reference = probabilities[np.arange(len(label)), label]
-            predicted = probabilities[np.arange(len(label)), self._predicted]
-            cells: list[Sequence[str]] = [
-                _named(self.classes, label),
-                _named(self.classes, self._predicted),
-                _numbers(predicted),
-                _numbers(of_reference),
-            ]
-            heads = ["Reference", "Predicted", "Confidence", "In the reference"]
-            return heads, -of_reference, np.arange(len(label)), cells
+    ) -> tuple[list[str], Floats, Integers, Callable[[int], list[str]]] | None:
+        """Return headers, badness and case of each candidate for the worst cases, and what makes its cells."""
+        names = self.names
+        number = formatting.number
+        if self._confidence:
+            confidence, right, case, output = self._confidence
+            label = self._values("label")
+            probabilities = self._values("probabilities")
+            if label is not None and probabilities is not None:
+                of_label = probabilities[case, label]
+                heads = ["Reference", "Predicted", "Confidence", "In the reference"]
+                return heads, -of_label, case, lambda i: [
+                    names[label[i]], names[output[i]], number(confidence[i]), number(of_label[i])
+                ]  # fmt: skip
 
-        if probabilities is not None and not self.is_classification and self._confidence:
-            probability, has, case = self._confidence
-            finding = np.nonzero(cast("Array", self._values("findings")) >= 0)[
-                1
-            ]  # in the order of `_confidence`
-            cells = [
-                _named(self.names, finding),
-                ["present" if value else "absent" for value in has],
-                _numbers(probability),
-            ]
-            badness = np.where(has, 1 - probability, probability)
-            return ["Finding", "Reference", "Probability"], badness, case, cells
+            badness = np.where(right, 1 - confidence, confidence)
+            return ["Finding", "Reference", "Probability"], badness, case, lambda i: [
+                names[output[i]], ("absent", "present")[int(right[i])], number(confidence[i])
+            ]  # fmt: skip
 
         target = self._values("target")
         prediction = self._values("prediction")
         if target is None or prediction is None:
             return None
 
-        case, number = np.nonzero(~np.isnan(target))
-        true = target[case, number]
-        predicted = prediction[case, number]
-        cells = [
-            _named(self.names, number),
-            _numbers(true),
-            _numbers(predicted),
-            list(map(formatting.signed, predicted - true)),
-        ]
-        return ["Number", "True", "Predicted", "Error"], np.abs(predicted - true), case, cells
+        case, index = np.nonzero(~np.isnan(target))
+        true = target[case, index]
+        predicted = prediction[case, index]
+        error = predicted - true
+        return ["Number", "True", "Predicted", "Error"], np.abs(error), case, lambda i: [
+            names[index[i]], number(true[i]), number(predicted[i]), formatting.signed(error[i])
+        ]  # fmt: skip
 
     def numbers(self) -> list[Document]:
         """Return for each number of a case its name, its charts and its limits of agreement, [] for other tasks.

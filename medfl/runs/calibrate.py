@@ -283,11 +283,8 @@ def _sites(
             sets = kind.sets(**parts, scores=scores, seed=result.run.seed)
 
         tables = conformal.tables_of(sets, options.min_count)
-        for section, histograms in tables.items():
-            keys = [f"{section}/{part}" for part in histograms]
-            gate = Gate(policy.outbound, Account(delta=policy.outbound.delta), name)
-            gate.charge_numbers("metrics", keys, from_images=False)
-
+        keys = [f"{section}/{part}" for section, parts in tables.items() for part in parts]
+        Gate(policy.outbound, Account(), name).charge_numbers("metrics", keys, from_images=False)
         if sets:
             scale = next(iter(sets.values())).scale
             sites[name] = SiteSums.told(tables, result.run.seed, scale, sets.get("test"))
@@ -445,6 +442,8 @@ def _below(rows: Sequence[CoverageRow], promised: float) -> list[str]:
                 below.append(row["name"])
 
         names = f": {', '.join(below)}" * bool(below)
-        lines.append(f"{way}: below the promise at {len(below)} of {len(tested)} sites{names}")
+        lines.append(
+            f"{way}: clearly below the promise at {len(below)} of {len(tested)} sites{names}"
+        )
 
     return lines

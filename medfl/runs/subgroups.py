@@ -359,10 +359,9 @@ class _Measured:
         areas = {}
         silent = []
         for k, title in enumerate(column_names(self.classes, truth.shape[1])):
-            is_known = truth[:, k] >= 0
             if shown[k]:
-                areas[title] = delong.area(truth[is_known, k] == 1, probabilities[is_known, k])
-            elif is_known.any():
+                areas[title] = delong.area(*findings.known(probabilities, truth, k))
+            elif (truth[:, k] >= 0).any():
                 silent.append(title)
 
         return areas, tuple(silent)

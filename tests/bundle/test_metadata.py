@@ -47,3 +47,11 @@ def test_structures_are_called_as_the_metadata_s_channels_or_labels(
     prediction: dict[str, Any], names: tuple[str, ...]
 ) -> None:
     assert channel_names({"network_data_format": {"outputs": {"pred": prediction}}}) == names
+
+
+def test_a_network_s_only_output_may_have_any_name(tmp_path: Path) -> None:
+    (tmp_path / "configs").mkdir()
+    outputs = {"segmentation": {"channel_def": {"0": "background", "1": "cup"}}}
+    document = {"network_data_format": {"outputs": outputs}}
+    (tmp_path / "configs" / "metadata.json").write_text(json.dumps(document))
+    assert channel_names(read_metadata(tmp_path)) == ("background", "cup")

@@ -13,6 +13,7 @@ import torch
 
 from medfl import datasets, networks
 from medfl.bundle.bundle import Bundle
+from medfl.cli import walls
 from medfl.cli.verbs import main
 from medfl.core.seeding import stream
 from medfl.report import result_table
@@ -147,6 +148,28 @@ def test_folds_test_each_image_once_and_say_which_trained_the_model(
     assert evaluate(*command, "--out", out) == 0, "an ended one goes on"
     assert summary_of(out)["last"] == pooled
     assert evaluate(*command, "--out", out) == 2, "a whole one is no new folder"
+
+
+def test_an_ended_one_goes_on_behind_the_walls_too(
+    trained: Path, scans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a third-party bundle the same command, as advised, was refused: the folder is not empty."""
+    command = (
+        trained,
+        "--data",
+        scans,
+        "--sites",
+        2,
+        "--partition",
+        "iid",
+        "--out",
+        tmp_path / "a",
+    )
+    assert evaluate(*command) == 0
+    (tmp_path / "a" / "report.html").unlink()
+    monkeypatch.setattr("medfl.cli.evaluate.hold", lambda _, use: walls._require_own_folder(use))
+    assert evaluate(*command) == 0
+    assert (tmp_path / "a" / "report.html").is_file()
 
 
 def test_a_used_folder_is_refused_in_words_that_help(

@@ -50,10 +50,26 @@ def test_a_draw_is_the_reliability_of_the_cases_drawn() -> None:
     confidence = draws.uniform(0.3, 1, 50)
     correct = draws.random(50) < confidence
     times = draw(np.zeros(50, int), 0, 20)
-    eces, accuracy = redrawn(reliability(confidence, correct), confidence, correct, times)
+    eces, accuracy = redrawn(
+        reliability(confidence, correct), confidence, correct, np.arange(50), times
+    )
     assert accuracy.shape == (20, reliability(confidence, correct).count.size)
     for row, ece, by_bin in zip(times, eces, accuracy, strict=True):
         taken = np.repeat(np.arange(50), row)
         again = reliability(confidence[taken], correct[taken])
         assert ece == pytest.approx(again.ece, abs=1e-12)
         assert by_bin[~np.isnan(by_bin)] == pytest.approx(again.accuracy, abs=1e-12)
+
+
+def test_predictions_of_one_case_are_drawn_together() -> None:
+    """Two findings each of 50 cases: a draw has both as often as it has the case."""
+    draws = np.random.default_rng(3)
+    confidence = draws.uniform(0, 1, 100)
+    correct = draws.random(100) < confidence
+    case = np.repeat(np.arange(50), 2)
+    times = draw(np.zeros(50, int), 0, 20)
+    curve = reliability(confidence, correct)
+    of_cases = redrawn(curve, confidence, correct, case, times)
+    of_each = redrawn(curve, confidence, correct, np.arange(100), times[:, case])
+    for found, expected in zip(of_cases, of_each, strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-12)

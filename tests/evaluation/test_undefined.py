@@ -53,6 +53,18 @@ def test_reasons() -> None:
     assert reason("hd95", summarise(odd), odd).startswith("it is none of dice, ")
 
 
+@pytest.mark.parametrize("also", [{}, {"decisions": torch.ones(30, 2)}])
+def test_a_bundle_s_own_metric_has_reasons_of_its_own(also: dict[str, torch.Tensor]) -> None:
+    """Each finding is there and absent often enough: nothing of medfl's rule is the reason."""
+    present = torch.tensor([[1, 0], [0, 1]] * 15)
+    cases = Cases(
+        tuple(map(str, range(30))),
+        {"probabilities": torch.rand(30, 2), "findings": present, **also},
+    )
+    assert reason("auroc", summarise(cases), cases) == ""
+    assert reason("val_roc", summarise(cases), cases) == "the bundle's own metric has no value"
+
+
 def test_numbers_of_which_one_is_unknown() -> None:
     """Their mean is of all numbers, and was called none of those that there are."""
     nan = float("nan")

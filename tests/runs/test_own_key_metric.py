@@ -96,3 +96,33 @@ def test_it_is_monai_s_in_every_table_and_chooses_the_best_round(task: str, tmp_
 @pytest.mark.parametrize(("task", "name"), [("classification", "accuracy"), ("regression", "mae")])
 def test_it_takes_no_name_of_medfl_s(task: str, name: str, tmp_path: Path) -> None:
     assert Bundle(str(foreign(tmp_path, task, name))).key_metric == f"own_{name}"
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        ({"_target_": "MeanAbsoluteError"}, "size_error"),
+        (
+            {"_target_": "IgniteMetricHandler", "metric_fn": {"_target_": "RMSEMetric"}},
+            "size_error",
+        ),
+        ({"_target_": "ignite.metrics.MeanSquaredError"}, "size_error"),
+        ({"_target_": "PeakSignalToNoiseRatio", "max_val": 1.0}, "size"),
+        ({"_target_": "ignite.metrics.regression.R2Score"}, "size"),
+    ],
+)
+def test_an_error_under_another_name_is_called_one(
+    target: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    """Of a metric named "size" the highest was best, as in MONAI, though it is a mean absolute error."""
+    folder = foreign(tmp_path, "regression")
+    path = folder / "configs" / "train.json"
+    config = json.loads(path.read_text())
+    evaluator = config["validate"]["evaluator"]
+    evaluator["key_val_metric"] = {"size": {**target, "output_transform": FROM_ENGINE}}
+    path.write_text(json.dumps(config))
+    assert Bundle(str(folder)).key_metric == expected
+
+    evaluator["metric_cmp_fn"] = "$lambda a, b: a > b"
+    path.write_text(json.dumps(config))
+    assert Bundle(str(folder)).key_metric == "size", "the bundle itself says what is better"
