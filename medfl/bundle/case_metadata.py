@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
-from medfl.core import Document, InputError, alike, as_number, listed
+from medfl.core import Document, InputError, alike, as_number, listed, words_of
 from medfl.datasets.readers.tables import read_csv
 from medfl.problem import Problem
 
@@ -31,8 +31,7 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
 }
 """Name here -> names in tables, in lower case."""
 UNKNOWN = "not stated"
-_WORDS = "image_id image isic_id file filename file_name case case_id id"
-_NAMES = tuple(_WORDS.split())
+_NAMES = words_of("image_id image isic_id file filename file_name case case_id id")
 _SUFFIXES = (".csv", ".tsv", ".tab", "")
 _LARGEST = 1 << 26  # bytes of a table
 _BAND = 20  # years

@@ -73,6 +73,7 @@ if TYPE_CHECKING:
         split_commas as split_commas,
         trust_module as trust_module,
         trusting_any_module as trusting_any_module,
+        words_of as words_of,
     )
     from medfl.core.release import (
         DISTRIBUTION as DISTRIBUTION,

@@ -24,6 +24,7 @@ from medfl.core import (
     folders_below,
     not_among,
     printable,
+    words_of,
 )
 from medfl.datasets.base import MARKER, Item, item_of
 from medfl.datasets.readers import (
@@ -656,11 +657,12 @@ def _fold(split: str, has_sections: bool) -> Rule:
 
 _TABLES = (cases.TABLE, conventions.NNUNET_FILE, conventions.BIDS_FILE)
 _IMAGES = {"image", "images", "img", "imgs"}
-_WORDS = """
+_MASKS = {
+    *words_of("""
     mask masks label labels seg segs segmentation segmentations annotations ground_truth groundtruth
     gt
-"""
-_MASKS = {*_WORDS.split()}
+""")
+}
 
 
 def refuse_other_folders(folder: Path, names: Iterable[str]) -> None:

@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from medfl.core import printable
+from medfl.core import printable, words_of
 from medfl.policy.inspection import File, Inspection
 
-_WORDS = ".py .json .yaml .yml .md .txt .cfg .conf .sh"
-_TEXT = tuple(_WORDS.split())
+_TEXT = words_of(".py .json .yaml .yml .md .txt .cfg .conf .sh")
 _LARGEST = 1_000_000
 
 

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from medfl.core import Refused, printable
+from medfl.core import Refused, printable, words_of
 
 _SYSTEM = re.compile(r"/+(etc|proc|sys|dev|root|boot|home|var)(/|$)")
 _PARENT = re.compile(r"(^|[/\\])\.\.([/\\]|$)")
@@ -65,11 +65,10 @@ def name_set(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_WORDS = """
+_LOADED = words_of("""
     monai.handlers torch.nn.parallel torch.utils.data.distributed torch.amp torch.cuda.amp
     torchvision.models ignite.metrics ignite.handlers
-"""
-_LOADED = _WORDS.split()
+""")
 """Modules that are loaded to find components; `import monai` loads its others."""
 _CLASSES = tuple(
     name_set(

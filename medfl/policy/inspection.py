@@ -34,6 +34,7 @@ from medfl.core import (
     not_among,
     printable,
     read_plain,
+    words_of,
 )
 from medfl.policy.components import (
     check_arguments,
@@ -494,11 +495,9 @@ def _id(keys: _Keys) -> str:
 
 
 _CONFIGURATION = (".json", ".yaml", ".yml")
-_WORDS = ".safetensors .onnx .pt .pth .ts .ckpt .pkl .pickle .bin .joblib"
-_WEIGHTS = tuple(_WORDS.split())
+_WEIGHTS = words_of(".safetensors .onnx .pt .pth .ts .ckpt .pkl .pickle .bin .joblib")
 _READ_AS = (*_CONFIGURATION, ".py", ".safetensors")
-_WORDS = ".pyc .pyo .pyd .so .dll .dylib .egg .whl"
-_COMPILED = tuple(_WORDS.split())
+_COMPILED = words_of(".pyc .pyo .pyd .so .dll .dylib .egg .whl")
 """What Python would import instead of other modules."""
 _CHUNK = 1 << 20
 # Maximum bytes of a file per disk block: beyond that it is sparse.

@@ -39,6 +39,7 @@ from medfl.core import (
     printable,
     read_bytes,
     read_plain,
+    words_of,
 )
 
 if TYPE_CHECKING:
@@ -261,8 +262,7 @@ UNNAMED_JOBS = ("train", EVALUATE)
 JOBS = (*UNNAMED_JOBS, PLAN)
 """Purposes of a job: train a model, evaluate one (and calibrate it), or request the input for planning one, which
 a policy must name."""
-_WORDS = "bundle allow limits files outbound jobs methods settings"
-_KEYS = tuple(_WORDS.split())
+_KEYS = words_of("bundle allow limits files outbound jobs methods settings")
 MOST = ("rounds", "batch_size", "local_epochs")
 """Settings of a run that a policy may limit."""
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-from medfl.core import SECTIONS, InputError, MedflError, as_text, root_cause, stream
+from medfl.core import SECTIONS, InputError, MedflError, as_text, root_cause, stream, words_of
 from medfl.data import DiskCache, Item, Prepared, Shard, moved
 from medfl.data.prepare import prepare
 from medfl.datasets import own
@@ -47,12 +47,13 @@ class Trial(NamedTuple):
     inputs: Any = None
 
 
-_WORDS = """
+_PARTS = {
+    *words_of("""
     source device dataset metadata protocol sha256 policy notes adapted network start loss_function
     loss optimizers custom_trainer amp sections task classes structures channels key_metric
     evaluator embeddings text
-"""
-_PARTS = {*_WORDS.split()}
+""")
+}
 """What may be given to a problem."""
 
 

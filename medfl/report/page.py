@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, median
 
-from medfl.core import COMPUTING, SECTIONS, SETTINGS, Config, Document, Metrics, slug
+from medfl.core import COMPUTING, SECTIONS, SETTINGS, Config, Document, Metrics, slug, words_of
 from medfl.evaluation import bootstrap, metrics
 from medfl.report import charts, coverage, cross_site, folds
 from medfl.report.charts import Chart
@@ -21,11 +21,10 @@ from medfl.storage import CONTRIBUTION, FOLDS, Table, read_rows, write_atomic
 from medfl.storage.run_documents import damaged
 from medfl.storage.run_reader import SUMMARY_KINDS
 
-_WORDS = """
+_SHOWN = words_of("""
     promised key judged personal_model phantom public finished rise rounds summary undefined
     unequal_classes
-"""
-_SHOWN = tuple(_WORDS.split())
+""")
 """Entries of the page taken from `RunFiles` under the same name."""
 
 

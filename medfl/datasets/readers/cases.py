@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
-from medfl.core import SECTIONS, InputError, alike, as_number, either, respelled
+from medfl.core import SECTIONS, InputError, alike, as_number, either, respelled, words_of
 from medfl.datasets.readers import tables
 from medfl.datasets.readers.reading import JOINED
 from medfl.datasets.readers.splitting import Record
@@ -17,8 +17,7 @@ from medfl.datasets.readers.volumes import bare
 
 TABLE = "cases.csv"
 SPLIT = "table"
-_WORDS = "train training val valid validate validation dev test testing"
-SECTION_NAMES = {*_WORDS.split()}
+SECTION_NAMES = {*words_of("train training val valid validate validation dev test testing")}
 """What sections are called elsewhere."""
 COLUMNS = {
     "patient": ("patient", "patient_id", "subject", "subject_id"),

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from medfl.core import Array, Bytes, Floats, InputError, not_among
+from medfl.core import Array, Bytes, Floats, InputError, not_among, words_of
 from medfl.datasets.readers.stacks import check_unpacked
 
 Affine = Floats
@@ -46,24 +46,21 @@ _ITK_SOURCE = re.compile(r".*ERROR: (\w+\(0x\w+\): )?")
 _METAIO = re.compile(
     r"^(Meta\w+: |Uncompress |\w+ required and not defined).*\n(   .*\n)*", re.MULTILINE
 )
-_WORDS = """
+_SAME = words_of("""
     Modality PatientID FrameOfReferenceUID PhotometricInterpretation RescaleType Units
     ReferencedSegmentNumber ComplexImageComponent
-"""
-_SAME = tuple(_WORDS.split())
+""")
 """What slices of one volume may leave out, and not state differently."""
-_WORDS = """
+_SAID = words_of("""
     AcquisitionNumber StackID TemporalPositionIndex EffectiveEchoTime DiffusionBValue ImageType
     FrameType EchoTime EchoNumbers KVP ConvolutionKernel
-"""
-_SAID = tuple(_WORDS.split())
+""")
 """What slices of one volume may state differently, which is told."""
 _SCALED = ("CT", "PT")  # modalities whose slices have a RescaleSlope (PS3.3, C.8.2.1 and C.8.9.1)
-_WORDS = """
+_STORED = words_of("""
     SamplesPerPixel PhotometricInterpretation NumberOfFrames Rows Columns BitsAllocated BitsStored
     HighBit PixelRepresentation PixelData
-"""
-_STORED = _WORDS.split()
+""")
 """What says how pixels are stored; of these alone SimpleITK returns them as they are."""
 
 

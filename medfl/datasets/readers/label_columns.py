@@ -24,6 +24,7 @@ from medfl.core import (
     not_among,
     respelled,
     without,
+    words_of,
 )
 from medfl.datasets.readers import cases, tables
 from medfl.datasets.readers.cases import head
@@ -31,15 +32,13 @@ from medfl.datasets.readers.unlabelled import without_ending
 
 Rows = Sequence[Mapping[str, str]]
 
-_WORDS = """
+FILES = words_of("""
     file filename file_name image image_id image_name image_index isic_id img path id name
-"""
-FILES = tuple(_WORDS.split())
-_WORDS = """
+""")
+LABELS = words_of("""
     diagnosis dx class class_name label_name label category target finding finding_labels findings
     labels
-"""
-LABELS = tuple(_WORDS.split())
+""")
 KINDS = ("classification", "multilabel", "regression")
 UNCERTAIN = {"ignore": math.nan, "zeros": 0.0, "ones": 1.0}
 BLANK = {"ignore": math.nan, "zeros": 0.0}
@@ -63,16 +62,18 @@ _SURE = dict.fromkeys(_NO.split(), 0.0) | dict.fromkeys(_YES.split(), 1.0)
 _UNSURE = {"-1", "-1.0", "?", "u", "uncertain", "unklar"}
 _EMPTY = {"", "unknown", "unbekannt", *cases.NOTHING}
 _NO_FINDING = {"no_finding", "no_findings", "nofinding", "normal", "none"}
-_WORDS = """
+_OF_CASES = {
+    *words_of("""
     age age_approx age_at_diagnosis age_years patient_age sex gender patient_sex patient_gender male
     female race view view_position laterality hospital institution year number alter geschlecht
-"""
-_OF_CASES = {*_WORDS.split()}
+""")
+}
 """What tables call columns about a case, and not about what its image shows."""
-_WORDS = """
+_OF_FILES = {
+    *words_of("""
     id patient file path index pixel spacing width height split fold follow date unnamed
-"""
-_OF_FILES = {*_WORDS.split()}
+""")
+}
 """Words in the names of such columns."""
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 _CODE = re.compile(r"(-9+|9{3,})(\.0*)?")

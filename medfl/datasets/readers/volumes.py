@@ -23,7 +23,7 @@ import numpy as np
 if TYPE_CHECKING:
     from monai.data import MetaTensor
 
-from medfl.core import Array, Floats, InputError, beginning, composed, refusing
+from medfl.core import Array, Floats, InputError, beginning, composed, refusing, words_of
 from medfl.datasets.readers import dicom
 from medfl.datasets.readers.mask_values import Classes, class_indices
 from medfl.datasets.readers.reading import (
@@ -78,11 +78,10 @@ _SPACING = re.compile(
     re.MULTILINE | re.IGNORECASE,
 )
 _HEAD = 1 << 16  # bytes at a file's beginning in which its header ends
-_WORDS = """
+_PLACE = words_of("""
     xyzt_units qform_code sform_code quatern_b quatern_c quatern_d qoffset_x qoffset_y qoffset_z
     srow_x srow_y srow_z
-"""
-_PLACE = tuple(_WORDS.split())
+""")
 """What a NIfTI header says of place, beside pixdim."""
 _ROUNDED = np.float64(-1e-5)  # 1 less the squares of a unit quaternion in float32
 _ROUNDED_OFF = 1e-3  # of the range of values, a step in float32 that is told

@@ -27,10 +27,25 @@ _SHARE = 0.25
 _PIECE = 1 << 20
 _EVERY = 1.0
 """Seconds between two checks of the other process: each reads the kernel's data on every process."""
-_WORDS = """
-    bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex64
-"""
-_KINDS = {f"torch.{name}": getattr(torch, name) for name in _WORDS.split()}
+_KINDS = {
+    str(dtype): dtype
+    for dtype in (
+        torch.bool,
+        torch.uint8,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+    )
+}
 """Types of the tensors in a State's file."""
 
 
