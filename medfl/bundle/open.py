@@ -531,15 +531,15 @@ def check_folder(
     if task != "classification":
         shown = targets_told(task, classes, [record.target for record in dataset.records])
 
-    warnings = warnings_of(columns, records, assigned, counts)
+    names = columns
+    present = counts
     if task == "multilabel":
+        names = classes
         present = {}
         for section in SECTIONS:
             targets = [record.target for record, its_section in divided if its_section == section]
             totals = tuple(column.count(1) for column in zip(*targets, strict=True))
             present[section] = {"": totals}
-
-        warnings = warnings_of(classes, records, assigned, present)
 
     return CheckReport(
         name=bundle.name,
@@ -550,7 +550,7 @@ def check_folder(
         classes=columns,
         counts=counts,
         problems=tuple(problems),
-        warnings=tuple(warnings),
+        warnings=tuple(warnings_of(names, records, assigned, present)),
         notes=(*shown, *_notes(root, ids, dataset, records), *volumes.changes_told(changes)),
     )
 
