@@ -111,8 +111,8 @@ def direction(name: str) -> int:
 
 
 def is_share(name: str) -> bool:
-    """Return whether the metric lies between 0 and 1; assumed for a bundle's own metric if higher is better."""
-    return METRICS[name].is_share if name in METRICS else higher_is_better(name)
+    """Return whether the metric is known to lie between 0 and 1: a bundle's own may be in decibels."""
+    return name in METRICS and METRICS[name].is_share
 
 
 def title(name: str) -> str:

@@ -411,7 +411,7 @@ def learning_curves(run: RunFiles) -> list[Chart]:
     if key == "balanced_accuracy" and run.classes:
         chance = 1 / len(run.classes)
 
-    bounded = key in metrics.METRICS and metrics.is_share(key)
+    bounded = metrics.is_share(key)
     title = f"{run.title(key)} on the validation set"
     svg = charts.lines(
         title, numbers, curves, site_values, band_of=judged, bounded=bounded, chance=chance
