@@ -15,6 +15,7 @@ from medfl.evaluation.metrics import (
     Cases,
     confusion,
     higher_is_better,
+    is_share,
     spread,
     summarise,
     title,
@@ -247,3 +248,11 @@ def test_a_value_of_several_numbers_that_a_site_lacks_is_nan_there() -> None:
     assert joined[0].tolist() == [0.5, 0.6]
     assert joined.shape == (2, 2)
     assert joined[1].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("name", "share"), [("dice", True), ("r2", False), ("hd95", False), ("val_psnr", False)]
+)
+def test_a_metric_is_in_percent_where_it_is_known_to_be_a_share(name: str, share: bool) -> None:
+    """A bundle's own metric may be in decibels."""
+    assert is_share(name) is share
