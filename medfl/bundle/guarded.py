@@ -56,6 +56,7 @@ def guarded_parser(
             names |= imported(str(text)[1:], Uses())
 
         def check(path: Any) -> None:
+            """Raise Refused for a path outside the roots, unless the policy allows any."""
             if "paths" not in policy.allow:
                 check_place(path, roots)
 
@@ -215,6 +216,7 @@ def guard_readers(component: Any, check_place: Check) -> None:
     """Check the files that a component opens: MONAI's loaders, single or in a data set, and medfl's readers."""
 
     def check(path: Any) -> None:
+        """Raise Refused for a file that lies elsewhere, or names another as its pixels."""
         check_place(path)
         check_content(path)
 

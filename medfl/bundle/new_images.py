@@ -97,6 +97,7 @@ def masks(
     geometry = shard.prepared.geometry
 
     def on_file(index: int, mask: Tensor) -> Array:
+        """Return the mask of an image on the grid of the image's file, where its place is known."""
         has_geometry = bool(geometry) and len(geometry[index].original_shape) == mask.ndim
         if has_geometry:
             return to_original(mask, geometry[index])

@@ -368,6 +368,7 @@ def _transformer(source: str, masked: bool) -> tuple[nn.Module, Encode]:
         model = transformers.AutoModel.from_pretrained(source, trust_remote_code=False)
 
     def encode(texts: Sequence[str]) -> Tensor:
+        """Return the embeddings (N, d) of N texts."""
         tokens = tokenizer(list(texts), padding=True, truncation=True, return_tensors="pt")
         hidden: Tensor = model(**tokens).last_hidden_state
         mask = tokens["attention_mask"]

@@ -43,6 +43,7 @@ class Flags(argparse._ActionsContainer):
         """Add a flag for a number; its range is checked where it is used."""
 
         def read(text: str) -> int | float:
+            """Return the number of a flag's text; InputError if it has none."""
             try:
                 value: int | float = kind(text)
             except ValueError as error:

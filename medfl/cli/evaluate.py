@@ -95,7 +95,7 @@ def run(args: Namespace) -> int:
     if not resume:
         require_unused(args.out, advice="give a new folder")
     elif args.folds is None:
-        runs.append(args.out)
+        runs.append(args.out)  # what an ended evaluation left there is no folder in use
 
     hold(args, Use(bundles=[bundle], runs=runs, folder=args.out))
     with without_gc():

@@ -28,7 +28,7 @@ LEAST = 10
 _NUMBERS = 20_000_000  # of all draws: 80 MB
 _FEWEST = 100  # draws, however many cases
 _DRAWN_AT_ONCE = 1 << 22  # numbers: 32 MiB of int64
-_BLOCK = 64  # draws whose areas are computed at once, so that they fit in a cache
+_BLOCK = 64  # draws that are computed at once, so that they fit in a cache
 
 Interval = tuple[float, float]
 Draws = NDArray[np.int32]
@@ -36,7 +36,7 @@ Draws = NDArray[np.int32]
 
 
 def draw(strata: Integers, seed: int, count: int = DRAWS) -> Draws:
-    """Draw cases with replacement, from each stratum (N,) as many as it has.
+    """Draw cases with replacement, from each stratum (N,) as many as it has; `count` times, or fewer of many cases.
 
     The draws are those of `scipy.stats.bootstrap` with `numpy.random.default_rng(seed)`.
     """

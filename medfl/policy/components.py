@@ -62,7 +62,7 @@ def check_place(path: str | Path, roots: Collection[Path]) -> None:
 
 def name_set(text: str) -> frozenset[str]:
     """Return the names in a text."""
-    return frozenset(text.split())
+    return frozenset(words_of(text))
 
 
 _LOADED = words_of("""

@@ -118,8 +118,8 @@ class Plan:
     @cached_property
     def counted(self) -> tuple[str, ...]:
         """The classes or findings, if the data list gives them for each item; () if only the images show them."""
-        labelled = any("label" in item for item in self.sections["train"])
-        if labelled or self.bundle.kind.decides:
+        record_key = "target" if self.bundle.task == "multilabel" else "label"
+        if any(record_key in item for item in self.sections["train"]):
             return self.bundle.classes
 
         return ()

@@ -557,16 +557,16 @@ def _segmented(
         # volumes are never JPEG: many values are many structures
         most_shades = ANY if as_volumes else max(name_count, 1 if is_lossy else _MOST_SHADES)
         ignored = layout.ignored
-        by = f"which {conventions.NNUNET_FILE} calls 'ignore'"
+        origin = f"which {conventions.NNUNET_FILE} calls 'ignore'"
         ordinary = {0} | values - _VOID
         if not name_count and max(values) in _VOID and 0 < max(ordinary) < _MOST_KINDS:
             ignored = max(values)
-            by = "which VOC and Cityscapes call 'void' (name each value with --classes where it is a structure)"
+            origin = "which VOC and Cityscapes call 'void' (name each value with --classes where it is a structure)"
 
         # they would become a class, or background
         if count := sum(ignored in values for values in present):
             raise InputError(
-                f"{count} of {len(present)} masks have the value {ignored}, {by}: pixels that nobody has labelled",
+                f"{count} of {len(present)} masks have the value {ignored}, {origin}: pixels that nobody has labelled",
                 "masks that say a class of each pixel: neither loss nor scores here leave some out",
                 "label these pixels, cut them off, or move the cases away",
             )

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +15,7 @@ from medfl import datasets
 from medfl.bundle.bundle import shipped_root
 from medfl.bundle.open import bundle_of
 from medfl.core.errors import InputError
+from medfl.problem.tasks import KINDS
 from medfl.runs import plan as planning
 from medfl.runs.plan import Request, make_plan, repeat, request_of
 
@@ -329,6 +331,25 @@ def test_a_run_is_resumed_with_the_presets_that_it_had_and_no_others(skin: str) 
     assert not same.difference(run)
     other = make_plan(request_of(run, presets=["sgd"])).run
     assert any("optimizer" in line for line in other.difference(run))
+
+
+@pytest.mark.parametrize(
+    ("task", "item", "names"),
+    [
+        ("classification", {"id": "x", "label": 0}, ("a",)),
+        ("multilabel", {"id": "x", "target": (1.0,)}, ("a",)),
+        ("multilabel", {"id": "x"}, ()),
+        ("regression", {"id": "x", "target": (1.0,)}, ()),
+        ("segmentation", {"id": "x"}, ()),
+    ],
+)
+def test_what_only_the_images_show_is_not_counted_in_the_list(
+    task: str, item: dict[str, object], names: tuple[str, ...]
+) -> None:
+    """A site without a finding is not one whose data list has none."""
+    bundle = SimpleNamespace(task=task, classes=("a",), kind=KINDS[task])
+    plan = SimpleNamespace(bundle=bundle, sections={"train": [item]})
+    assert planning.Plan.counted.func(plan) == names  # type: ignore[attr-defined]
 
 
 def test_a_method_with_a_schedule_over_the_rounds_follows_the_run(skin: str) -> None:

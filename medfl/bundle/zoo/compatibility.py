@@ -89,6 +89,7 @@ def with_float_labels(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a loss that receives boolean labels, or a byte per output, as 1.0 and 0.0."""
 
     def cast_to_float(prediction: Any, target: Any) -> Tensor:
+        """Return the loss with the labels as floats."""
         # bytes of another shape are class indices
         is_mask = target.dtype == torch.uint8 and target.shape == getattr(prediction, "shape", None)
         if is_mask or target.dtype == torch.bool:

@@ -127,6 +127,7 @@ class CustomTrainer:
         parameters = [p for p in self.model.parameters() if p.requires_grad]
 
         def before_step(*_: object) -> None:
+            """Count an optimiser's step, and let the hook change the gradients."""
             steps.append(1)
             if hook is not None:
                 hook(parameters)

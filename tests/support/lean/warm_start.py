@@ -253,10 +253,11 @@ def imports() -> None:
 
         import medfl.runs.launch  # noqa: F401
 
+        # what FLARE's processes import; it is not installed everywhere
         with contextlib.suppress(ImportError):
             import medfl.flare.parts
             import medfl.flare.server
-            import medfl.flare.site  # noqa: F401
+            import medfl.flare.site  # noqa: F401 (the programs that are forked find it loaded)
     assert len(os.listdir("/proc/self/task")) == 1
 
 
