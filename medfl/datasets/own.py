@@ -30,6 +30,7 @@ from medfl.datasets.base import MARKER, Item, item_of
 from medfl.datasets.readers import (
     cases,
     conventions,
+    dicom,
     grouping,
     label_columns,
     matching,
@@ -629,12 +630,17 @@ def sections_of(
 def grouped(
     records: Sequence[Record], names: Sequence[str], group_by: str | None
 ) -> Sequence[Record]:
-    """Return records with the patients that an expression finds in their names; without one, unchanged."""
-    if not group_by or not records:
-        return records
+    """Return records with the patients that an expression finds in their names, or else that DICOM headers state."""
+    patients: Sequence[str | None]
+    if group_by and records:
+        patients = grouping.by_names(group_by, names)
+    else:
+        patients = [dicom.patient(record.image.split(JOINED)[0]) for record in records]
+        if "" in patients or len({*patients}) == 1:
+            return records
 
     of_patients = []
-    for record, patient in zip(records, grouping.by_names(group_by, names), strict=True):
+    for record, patient in zip(records, patients, strict=True):
         of_patients.append(replace(record, group=patient or record.group))
 
     return of_patients

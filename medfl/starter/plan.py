@@ -314,7 +314,9 @@ def _spacing_choice(
         rule += "; of a lognormal distribution, as no cells are told"
     else:
         hidden = max(tally.hidden for tally in (*cases.spacings, *cases.extents))
-        rule += f"; known to 4.4 %, with up to {hidden:.0%} of the cases in suppressed cells"
+        rule += "; known to 4.4 %"
+        if hidden:
+            rule += f", with up to {hidden:.0%} of the cases in suppressed cells"
 
     return Choice(title, spacing, rule, "other spacings at the sites")
 

@@ -15,6 +15,7 @@ from medfl.core.errors import InputError
 from medfl.datasets.own import labelled, listed, paired
 from medfl.datasets.readers.grouping import by_names, offered
 from medfl.starter import starter
+from tests.support.dicom_files import slice_of, write
 
 SECTIONS = ("train", "validate", "test")
 
@@ -54,6 +55,49 @@ def test_an_expression_with_a_slash_sees_folders(tmp_path: Path) -> None:
     ]
     assert set.union(*found) == {f"p{number}" for number in range(9)}
     assert sum(map(len, found)) == 9
+
+
+def dicom(path: Path, patient: str | None) -> None:
+    pixels = np.zeros((8, 8), np.uint16)
+    write(path, slice_of(pixels, more={(0x0010, 0x0020): ("LO", patient) if patient else None}))
+
+
+def series(root: Path, patients: Sequence[str | None]) -> None:
+    """Write a series of a slice for each, in two classes, or with masks."""
+    for number, patient in enumerate(patients):
+        dicom(root / "images" / f"{number:02d}" / "1.dcm", patient)
+        dicom(root / "masks" / f"{number:02d}" / "1.dcm", None)
+        dicom(root / "classes" / "ab"[number % 2] / f"{number:02d}.dcm", patient)
+
+
+def test_patients_of_dicom_headers_stay_in_one_section(tmp_path: Path) -> None:
+    """Two studies of a patient came into training and test data."""
+    series(tmp_path, [f"MRN {number // 4}" for number in range(48)])
+    for found in (
+        [patients_of(paired(tmp_path, "images", "masks", section)) for section in SECTIONS],
+        [patients_of(labelled(tmp_path / "classes", "ab", section)) for section in SECTIONS],
+    ):
+        assert set.union(*found) == {f"MRN {number}" for number in range(12)}
+        assert sum(map(len, found)) == 12
+
+    rows = [f"{number:02d},p{number % 6}" for number in range(48)]
+    (tmp_path / "cases.csv").write_text("\n".join(["file,patient", *rows]))
+    named = [patients_of(paired(tmp_path, "images", "masks", section)) for section in SECTIONS]
+    assert set.union(*named) == {f"p{number}" for number in range(6)}
+    assert starter.survey(tmp_path / "classes").patients == 12
+    assert starter.survey(tmp_path / "classes", group_by=r"([0-9])\.").patients == 10
+
+
+@pytest.mark.parametrize("other", ["ANONYMOUS", None])
+def test_dicom_headers_that_name_no_patients_are_not_taken(
+    tmp_path: Path, other: str | None
+) -> None:
+    series(tmp_path, [other or f"p{number // 2}" for number in range(20)])
+    if other is None:
+        dicom(tmp_path / "images" / "07" / "1.dcm", None)
+
+    found = [patients_of(paired(tmp_path, "images", "masks", section)) for section in SECTIONS]
+    assert sum(map(len, found)) == 20
 
 
 @pytest.mark.parametrize("place", ["cases.csv", "labels.csv"])

@@ -15,7 +15,7 @@ import tempfile
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -736,6 +736,19 @@ def sitk() -> Untyped:
     module = importlib.import_module("SimpleITK")
     module.ProcessObject.SetGlobalWarningDisplay(False)  # what it warns of is refused here
     return module
+
+
+def patient(image: str) -> str:
+    """Return the PatientID of a DICOM file, or of the series in a folder; "" if it has none, or for other images."""
+    files = [image]
+    if os.path.isdir(image):
+        files = [os.path.join(image, name) for name in sorted(os.listdir(image))]
+
+    with suppress(InputError):  # told by what reads the pixels
+        for header in filter(None, map(_header, filter(is_named_or_begins_so, files))):
+            return header.text("PatientID").strip()
+
+    return ""
 
 
 def is_named_or_begins_so(file: str) -> bool:
