@@ -75,6 +75,25 @@ class Final(NamedTuple):
 
 
 @dataclass
+class _Tested:
+    """A model at the end of a run: the outcomes of its test items by site and in all, and their scores.
+
+    `last` and `best` are the rounds' scores in all; None if the round was not scored.
+    """
+
+    cases: CasesByName
+    scores: dict[str, Metrics]
+    pooled: Cases | None
+    last: Document | None
+    best: Document | None = None
+
+    @property
+    def rounds(self) -> Document | None:
+        """Both rounds for summary.json."""
+        return self.last and {"last": self.last, "best": self.best}
+
+
+@dataclass
 class Scoring:
     """Scores the models of one run.
 
@@ -280,76 +299,54 @@ class Scoring:
 
     def finish(self, server: State) -> Final:
         """Score on the test items, and write tables and weights."""
-        last = self.last
-        judged = self.method.judged
-        global_cases = self._tested(last, server)
-        personal_by_site = self._final_personal(last, server)
+        global_cases = self._tested(self.last, server)
+        personal_by_site = self._final_personal(self.last, server)
         global_by_site = self._by_site(global_cases, "test")
-        newcomers, newcomer_model = self._newcomers(last, server, global_by_site)
-        # newcomers have no personal model, so they are listed with the received one
-        global_by_site = {**global_by_site, **newcomers}
-        received = self._of_sites(global_by_site)
-        personal = self._of_sites(personal_by_site)
-
+        newcomers, newcomer_model = self._newcomers(self.last, server, global_by_site)
         personal_cases = None
         if personal_by_site:
             personal_cases = Cases.concat(list(personal_by_site.values()))
 
-        last_global = self._scored(last, global_cases)
-        last_personal = self._scored(last, personal_cases)
+        # newcomers have no personal model, so they are listed with the received one
+        received = self._tested_model({**global_by_site, **newcomers}, global_cases)
+        personal = self._tested_model(personal_by_site, personal_cases)
         tallies = self.dispatcher.workers.tallies
         examined = tally.examined(tallies, self.kind.decides, self.key)
         if examined is not None:
             # sites that only release tables have no cases here: their sums replace them
-            last_global = {"round": last, **examined.pooled.metrics}
-            received = {name: site.row for name, site in examined.sites.items()}
+            received.last = {"round": self.last, **examined.pooled.metrics}
+            received.scores = {name: site.row for name, site in examined.sites.items()}
 
-        weights = self._judged_weights(last, server)
+        weights = self._judged_weights(self.last, server)
         self.folder.write_weights("weights", weights)
-        best_global = self._best_global(global_cases)
-        best_personal = None
-
+        received.best = self._best_global(global_cases)
         if self.record["best_test"] and personal_cases is not None:
-            best_personal = {
+            personal.best = {
                 "round": self.record["best"]["round"],
                 **self.record["best_test"],
                 **self.record.get("best_classes", {}),
             }
 
-        judged_cases = personal_by_site
-        judged_scores = personal
-        judged_last = last_personal
-        judged_best = best_personal
-        judged_all = personal_cases
+        judged = personal
         site_models = None
-        if judged == "global":
-            judged_cases = global_by_site
-            judged_scores = received
-            judged_last = last_global
-            judged_best = best_global
-            judged_all = global_cases
+        if self.method.judged == "global":
+            judged = received
         elif global_cases is None:
             site_models = self._site_models(server)
 
         # means over the sites are of the same sites whatever the method: newcomers use what they receive
-        with_newcomers = {**pick(received, newcomers), **judged_scores}
+        with_newcomers = {**pick(received.scores, newcomers), **judged.scores}
         by_site = {name: scores.get(self.key) for name, scores in with_newcomers.items()}
-        reasons = {}
-        for name in self.names:  # absent sites are reported
-            reasons[name] = undefined.reason(
-                self.key, judged_scores.get(name), judged_cases.get(name)
-            )
-
         summary = {
-            "judged": judged,
-            "last": judged_last,
-            "best": judged_best,
-            "global": last_global and {"last": last_global, "best": best_global},
-            "personal": last_personal and {"last": last_personal, "best": best_personal},
+            "judged": self.method.judged,
+            "last": judged.last,
+            "best": judged.best,
+            "global": received.rounds,
+            "personal": personal.rounds,
             **self._personal_model(),
             "site_models": site_models,
-            "sites": {"metric": self.key, **self._spread(by_site, {**newcomers, **judged_cases})},
-            **self._units(list(filter(None, (last_global, last_personal)))),
+            "sites": {"metric": self.key, **self._spread(by_site, {**newcomers, **judged.cases})},
+            **self._units(list(filter(None, (received.last, personal.last)))),
             **site_labels.for_summary(self.federation.known, self.federation.bundle),
             "weights_sha256": weights_sha256(weights),
         }
@@ -359,35 +356,37 @@ class Scoring:
             lines = examined.lines
             summary["examined"] = examined.pooled.as_dict()
         else:
-            lines = undefined.of_tests(self.key, judged_last, judged_all, reasons)
+            reasons = {}
+            for name in self.names:  # absent sites are reported
+                reasons[name] = undefined.reason(
+                    self.key, judged.scores.get(name), judged.cases.get(name)
+                )
+
+            lines = undefined.of_tests(self.key, judged.last, judged.pooled, reasons)
 
         summary |= self.undefined_lines(lines)
         if self.record["best"]:
             # of what the run wrote: the file may have been changed since
             summary["best_sha256"] = self.record.get("best_sha256")
 
-        columns: dict[str, Document] = {}
-        models = (("received", received, global_by_site), ("personal", personal, personal_by_site))
-        for name in self.federation.names:
-            columns[name] = {}
-            for model, scores, cases in models:
-                classes = self._classes(scores.get(name), cases.get(name))
-                columns[name] |= _columns(model, scores.get(name), classes)
+        self._write_sites(received, personal)
+        pooled = personal.pooled if judged.pooled is None else judged.pooled
+        if pooled is not None:
+            self._write_cases("predictions.csv", pooled)
 
-        if judged_all is None:
-            judged_all = personal_cases
-
-        self._write_tables(columns, judged_all)
         if contributed := contribution.rows(self.folder.rounds()):
             self.folder.write_table(CONTRIBUTION, contributed)
 
         if self.cross_site:
-            self._score_everywhere(server, global_by_site)
+            self._score_everywhere(server, received.cases)
 
         if newcomers:
             self._write_cases(NEWCOMERS, Cases.concat([*newcomers.values()]))
 
-        return Final(summary, judged_cases)
+        return Final(summary, judged.cases)
+
+    def _tested_model(self, by_site: CasesByName, pooled: Cases | None) -> _Tested:
+        return _Tested(by_site, self._of_sites(by_site), pooled, self._scored(self.last, pooled))
 
     def _spread(
         self, by_site: Mapping[str, float | None], cases_of: Mapping[str, Cases]
@@ -634,23 +633,25 @@ class Scoring:
 
         return self._scored(best["round"], cases)
 
-    def _write_tables(self, columns: Mapping[str, Document], cases: Cases | None) -> None:
+    def _write_sites(self, received: _Tested, personal: _Tested) -> None:
         federation = self.federation
-        classes = federation.bundle.classes
         rows = []
         for name in federation.names:
             row: Document = {"site": name}
             for section in SECTIONS:
                 row[section] = len(federation.shard(name, section))
 
-            for title, count in self.kind.counts(federation.shard(name, "train"), classes).items():
+            train = federation.shard(name, "train")
+            for title, count in self.kind.counts(train, federation.bundle.classes).items():
                 row[f"train_{title}"] = count
 
-            rows.append(row | columns[name])
+            for title, model in (("received", received), ("personal", personal)):
+                scores = model.scores.get(name)
+                row |= _columns(title, scores, self._classes(scores, model.cases.get(name)))
+
+            rows.append(row)
 
         self.folder.write_table("sites.csv", rows)
-        if cases is not None:
-            self._write_cases("predictions.csv", cases)
 
     def _write_cases(self, name: str, cases: Cases) -> None:
         """Write a table of cases with the site of each."""
