@@ -636,7 +636,8 @@ def grouped(
         patients = grouping.by_names(group_by, names)
     else:
         patients = [dicom.patient(record.image.split(JOINED)[0]) for record in records]
-        if "" in patients or len({*patients}) == 1:
+        # two for many images are no patients, but what a program wrote for all
+        if "" in patients or len({*patients}) < len(SECTIONS):
             return records
 
     of_patients = []
