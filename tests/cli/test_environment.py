@@ -118,19 +118,20 @@ def test_a_user_without_a_home_is_told(tmp_path: Path) -> None:
     assert done.stderr.splitlines()[-1].endswith(said)
 
 
-def test_a_home_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_a_home_that_cannot_be_written_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """That of a service, or of a container's user of any number."""
     home = tmp_path / "home"
     home.write_text("")
-    done = shell(
-        tmp_path, "$MEDFL run mnist --data phantom --out a", HOME=str(home), XDG_CACHE_HOME=""
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    assert verbs.main(["run", "mnist", "--data", "phantom", "--out", str(tmp_path / "a")]) == 2
+    said = (
+        f"error: cache {home}/.cache/medfl/phantom, which cannot be made (Not a directory); "
+        "HOME or XDG_CACHE_HOME is a folder of your own; set one of them"
     )
-    assert (done.returncode, done.stderr.splitlines()[-1:]) == (
-        2, [
-            f"error: cache {home}/.cache/medfl/phantom, which cannot be made (Not a directory); "
-            "HOME or XDG_CACHE_HOME is a folder of your own; set one of them"
-        ],
-    )  # fmt: skip
+    assert capsys.readouterr().err.splitlines()[-1] == said
 
 
 def test_what_the_system_refuses_is_a_line(

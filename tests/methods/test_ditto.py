@@ -63,10 +63,10 @@ def test_the_global_model_is_fedavgs_bit_for_bit(classes: Toy, lam: float) -> No
     assert bits(ditto.replies) == bits(average.replies)
 
 
-@pytest.mark.parametrize("lam", [0.1, 1.0, 2.0])
+@pytest.mark.parametrize("lam", [1.0, 2.0])
 def test_the_fixed_point_on_a_quadratic(lines: Toy, lam: float) -> None:
     """A v - b + lambda (v - w) = 0, so v = (A + lambda I)^-1 (b + lambda w), w the received model."""
-    toy = replace(lines, epochs=350 if lam < 1 else 150, optimizer=sgd(0.3))
+    toy = replace(lines, epochs=150, optimizer=sgd(0.3))
     outcome = simulate(load("ditto", lam=lam), toy)
     received = toy.initial["weight"][0]
     for name, (x, y) in toy.data.items():

@@ -251,8 +251,7 @@ def test_half_of_the_test_images_where_none_validate(scans: Path, tmp_path: Path
     assert row_of(document, "site-1")["source"] == "validation"
 
 
-@pytest.mark.parametrize("task", ["multilabel", "regression"])
-@pytest.mark.parametrize("method", ["fedavg", "ditto"])
+@pytest.mark.parametrize(("task", "method"), [("multilabel", "fedavg"), ("regression", "ditto")])
 def test_findings_and_numbers(task: str, method: str, tmp_path: Path) -> None:
     out = tmp_path / "run"
     medfl.run(parts_of(task), method, rounds=2, out=out)

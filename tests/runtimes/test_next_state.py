@@ -322,7 +322,7 @@ def outcome(
 
 @pytest.mark.parametrize("method", CLASSIFYING)
 @settings(
-    max_examples=8,
+    max_examples=5,
     deadline=None,
     derandomize=True,
     database=None,

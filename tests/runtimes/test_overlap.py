@@ -332,7 +332,7 @@ def manifest(out: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("method", "moments"),
     [
-        ("fedavg", range(15, 40, 6)),
+        ("fedavg", range(15, 40, 8)),
         pytest.param("ditto", range(23, 60, 10), marks=pytest.mark.slow),
     ],
 )

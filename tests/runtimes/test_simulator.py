@@ -127,14 +127,14 @@ class Wide(ToyBundle):
         )
 
 
-@pytest.mark.parametrize("method", ["scaffold", "ditto", "local"])
+@pytest.mark.parametrize("method", ["scaffold", "ditto"])
 def test_memory_does_not_grow_with_the_sites(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     """8 of 10 sites and 8 of 100, six rounds: what the tensors of this process hold when a round is committed.
 
-    A site costs the positions of its items, 5 + 1 + 1 numbers of 8 bytes at most. A State of any of the three methods
-    is 43 kB, and of 100 sites at least 30 have been trained in the end.
+    A site costs the positions of its items, 5 + 1 + 1 numbers of 8 bytes at most. A State of either method is
+    43 kB, and of 100 sites at least 30 have been trained in the end.
     """
     held: dict[int, list[int]] = {10: [], 100: []}
     commit = RunFolder.commit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,14 @@ ASKED: dict[str, Any] = {
     "sites": 2, "partition": "centre", "rounds": 1, "local_epochs": 1, "device": "cpu",
 }  # fmt: skip
 OWN = {"site-1": (1.5, 1, 1), "site-2": (2, 1, 1)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def narrow() -> Iterator[None]:
+    """A quarter of a plan's filters: spacings are looked at, and a network takes most of a test's time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("medfl.starter.plan._FILTERS", 8)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -368,8 +368,11 @@ def test_names_of_classes_that_mean_something_in_a_bundle_are_refused(
         starter.write(tmp_path / "planned", Survey.of_plan(plan({"a": site}), 1))
 
 
-def test_it_is_supervised_deeply_as_by_monai_alone(tmp_path: Path) -> None:
+def test_it_is_supervised_deeply_as_by_monai_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of all levels but the two coarsest with nnU-Net's weights, by the configuration itself."""
+    monkeypatch.setattr("medfl.starter.plan._FILTERS", 8)
     planned = plan({"a": hospital((32, 32, 32), (1, 1, 1))})
     bundle = starter.write(tmp_path / "deep", Survey.of_plan(planned, 1))
     inspect(bundle).require()
@@ -540,8 +543,11 @@ def test_a_network_of_a_small_patch_has_three_levels() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*no allow list.*:UserWarning")
-def test_monai_alone_trains_and_evaluates_a_planned_bundle(tmp_path: Path) -> None:
+def test_monai_alone_trains_and_evaluates_a_planned_bundle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As `python -m monai.bundle run` does, with deep supervision and patches."""
+    monkeypatch.setattr("medfl.starter.plan._FILTERS", 8)
     draw(tmp_path / "data", 8)
     where = ["--images", str(tmp_path / "data/images"), "--masks", str(tmp_path / "data/masks")]
     bundle = tmp_path / "planned"
