@@ -352,14 +352,24 @@ class Federation:
         return Shard(self.sections[section], union)
 
     def pooled(self, section: str) -> Shard:
-        """Return all held-out items of a section, whether or not a site has them."""
+        """Return all held-out items of a section, whether or not a site has them.
+
+        If a site only tests, validation items without a site are not among them: its own choose no round.
+        """
         prepared = self.sections[section]
         # a global model is scored on the structures that each image's own site annotates
         shown: dict[int, AnnotatedClasses] = {}
+        held = []
         for shard in self._shards[section].values():
             shown.update(shard.shown)
+            held += shard.indices.tolist()
 
-        return replace(Shard.of(prepared, range(len(prepared))), shown=shown)
+        indices: Sequence[int] = range(len(prepared))
+        trained = list(map(len, self._shards["train"].values()))
+        if section == "validate" and 0 in trained and any(trained):
+            indices = sorted(held)
+
+        return replace(Shard.of(prepared, indices), shown=shown)
 
     def site(self, name: str, round_: int) -> Site:
         """Return a participant's state for a round."""
