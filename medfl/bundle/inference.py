@@ -21,7 +21,6 @@ from medfl.policy.policy import Policy
 from medfl.problem import channel_names, mask_names, tensor_described
 from medfl.storage import hashed, load_pickled
 
-
 _NUMBERS = ("regression", "number", "numbers", "value", "values")
 _CLASSES = ("classes", "classification")
 
