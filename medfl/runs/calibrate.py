@@ -67,8 +67,8 @@ _PROMISES = (
     "exchangeable with the others, else less by at most twice their total variation times the others' share",
 )
 _NOT_CHARGED = (
-    "all images are on this machine, which nothing leaves: the policy's noise is not added, and its budget not charged; "
-    "a job (medfl flare export --evaluate --calibrate SCORES) charges it at each site"
+    "all images are on this machine, which nothing leaves: the policy's noise is not added, its budget not charged; a "
+    "job (medfl flare export --evaluate --calibrate SCORES) charges it at each site"
 )
 _SUPPRESSED = (
     "bins of fewer than {min_count} cases are joined with higher ones: the promise holds, sets grow; sites with "
