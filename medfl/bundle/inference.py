@@ -21,9 +21,6 @@ from medfl.policy.policy import Policy
 from medfl.problem import channel_names, mask_names, tensor_described
 from medfl.storage import hashed, load_pickled
 
-_NUMBERS = ("regression", "number", "numbers", "value", "values")
-_CLASSES = ("classes", "classification")
-
 
 @dataclass(frozen=True, eq=False)
 class Inference:
@@ -59,12 +56,12 @@ class Inference:
         """Kind of task, by what metadata.json says of the output, and by a sigmoid of several classes."""
         output = tensor_described(self.described, "outputs", "pred")
         form = output.get("format")
-        if form in _NUMBERS or output.get("type") in _NUMBERS:
+        if form in ("regression", "numbers") or output.get("type") == "value":
             return "regression"
 
         # model zoo bundles have the shape [1, classes]
         shape = output.get("spatial_shape")
-        is_row = form in _CLASSES or (isinstance(shape, list) and shape[:1] == [1])
+        is_row = form == "classes" or str(shape).startswith("[1,")
         if form == "segmentation" or (shape and not is_row):
             return "segmentation"
 

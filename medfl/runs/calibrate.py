@@ -172,16 +172,15 @@ def calibrate(
         )
 
     read_verified_run(result.path / "run.json")
-    is_given = policy is not None
-    policy = policy or Policy()
-    options = replace(options, min_count=max(options.min_count, policy.outbound.min_count))
+    rules = policy or Policy()
+    options = replace(options, min_count=max(options.min_count, rules.outbound.min_count))
     answers = _told(result)
     if answers is None:
         scores = options.scores or kind.set_scores[0]
-        sites = _sites(result, kind, options, scores, policy, progress)
+        sites = _sites(result, kind, options, scores, rules, progress)
     else:
         scores, sites = answers
-        if options.scores not in ("", scores) or options.by or options.min_count or is_given:
+        if options.scores not in ("", scores) or options.by or options.min_count or policy:
             raise InputError(
                 f"--scores, --by, --min-count or --policy: the sites of {result.path} told their sums",
                 f"these, by {scores}, as the policy of each says",
@@ -195,7 +194,7 @@ def calibrate(
         notes.append(text.format(strength=options.strength))
     if options.min_count:
         notes.append(_SUPPRESSED.format(min_count=options.min_count))
-    if policy.outbound.noise is not None:
+    if rules.outbound.noise is not None:
         notes.append(_NOT_CHARGED)
 
     document = {
