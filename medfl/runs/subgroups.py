@@ -191,9 +191,7 @@ def of(
     nobody = np.empty(0, np.int64)
     together = np.sort(np.concatenate([nobody, *shown.values()]))
     measured = _Measured(rows, kind, classes, min_count, seed, [*shown.values()])
-    groups = []
-    for name in members:
-        groups.append(measured.group(name, shown.get(name, nobody)))
+    groups = [measured.group(name, shown.get(name, nobody)) for name in members]
 
     ages = [row.get("age") for row in rows] if by == "age" else []
     unread = case_metadata.unread(ages)

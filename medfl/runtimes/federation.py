@@ -347,6 +347,10 @@ class Federation:
         """Return what a participant trains on: its own items, or everybody's if the method pools the data."""
         if not self.method.pools_data:
             return self.shard(participant, section)
+
+        return self._of_all_sites(section)
+
+    def _of_all_sites(self, section: str) -> Shard:
         # in the order of the data, whichever site has an item: the result must not depend on the partition
         union = torch.cat([self.shard(name, section).indices for name in self.names]).sort().values
         return Shard(self.sections[section], union)
@@ -359,17 +363,14 @@ class Federation:
         prepared = self.sections[section]
         # a global model is scored on the structures that each image's own site annotates
         shown: dict[int, AnnotatedClasses] = {}
-        held = []
         for shard in self._shards[section].values():
             shown.update(shard.shown)
-            held += shard.indices.tolist()
 
-        indices: Sequence[int] = range(len(prepared))
-        trained = list(map(len, self._shards["train"].values()))
-        if section == "validate" and 0 in trained and any(trained):
-            indices = sorted(held)
+        pooled = Shard.of(prepared, range(len(prepared)))
+        if section == "validate" and len(participants(self.run, False)) < len(self.names):
+            pooled = self._of_all_sites(section)
 
-        return replace(Shard.of(prepared, indices), shown=shown)
+        return replace(pooled, shown=shown)
 
     def site(self, name: str, round_: int) -> Site:
         """Return a participant's state for a round."""

@@ -201,9 +201,7 @@ def _stratify(
         free = [index for index in free if not counts[index, label]]
         for index in having:
             # whoever lacks most images of the label, then most images, then by lot
-            need = []
-            for site in range(sites):
-                need.append((demand[site, label], demand[site, -1], rng.random()))
+            need = [(demand[site, label], demand[site, -1], rng.random()) for site in range(sites)]
 
             site = max(range(sites), key=need.__getitem__)
             placed[groups[index].key] = site
