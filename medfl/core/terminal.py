@@ -37,7 +37,7 @@ def pass_on(source: int, stream: int) -> None:
     os.close(source)
 
 
-_warned: set[str] = set()
+_warned = set[str]()
 
 
 def warn_plainly(message: object, *_: object) -> str:

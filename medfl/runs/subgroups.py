@@ -346,8 +346,7 @@ class _Measured:
         return self.kind.read(Table(Path("predictions.csv"), part), self.classes)
 
     def _told(self, cases: Cases) -> Flags:
-        truth = cases.array("findings")
-        return findings.scored(truth, self.min_count)
+        return findings.scored(cases.array("findings"), self.min_count)
 
     def _of_findings(self, cases: Cases) -> tuple[dict[str, Area], tuple[str, ...]]:
         """Return the areas of the findings that are told, and the names of the others that a case has."""
