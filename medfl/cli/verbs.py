@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None, *, own_process: bool = False) -
     words = list(sys.argv[1:] if arguments is None else arguments)
     terminal.mend_streams()
     if own_process:
-        warnings.formatwarning = terminal.warn_plainly
+        warnings.formatwarning = terminal.warn_plainly  # type: ignore[assignment]
 
     options = None
     try:

@@ -123,7 +123,7 @@ def write(folder: Path) -> None:
 {matrix.markdown()}
 
 Rows are models, columns the sites on whose test images they were scored, with 95 % bootstrap intervals over these
-(there are none of a bundle's own metric). {LEGEND}
+(none from fewer than ten, or of a bundle's own metric). {LEGEND}
 """
     write_atomic((folder / CROSS_SITE).with_suffix(".md"), text.encode())
 
