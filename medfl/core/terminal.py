@@ -43,9 +43,9 @@ _warned = set[str]()
 def warn_plainly(message: object, *_: object) -> str:
     """Return a library's warning as a line without its place in the installation, and "" the next time."""
     text = f"warning: {' '.join(str(message).split())}\n"
-    shown = text * (text not in _warned)
+    line = text * (text not in _warned)
     _warned.add(text)
-    return shown
+    return line
 
 
 def mend_streams() -> None:

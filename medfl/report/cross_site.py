@@ -53,8 +53,8 @@ class Matrix:
         ranges = {}
         for site in self.sites:
             values = [cells[site].value for cells in self.rows.values() if site in cells]
-            known = list(filterfalse(isnan, values)) or [0.0]
-            ranges[site] = min(known), max(known)
+            numbers = list(filterfalse(isnan, values)) or [0.0]
+            ranges[site] = min(numbers), max(numbers)
 
         return ranges
 
