@@ -108,8 +108,7 @@ def key_metric(config: Configuration, loss: Any) -> tuple[str, Any]:
     kind = f"{type(metric).__name__}_{type(function).__name__}"
     lowers = not higher_is_better(re.sub("(?=[A-Z][a-z])", "_", kind))
     if config.raw(f"{evaluator}#metric_cmp_fn")[1] is not None:
-        better = config.evaluated(f"{evaluator}#metric_cmp_fn")
-        lowers = better(0.0, 1.0)
+        lowers = config.evaluated(f"{evaluator}#metric_cmp_fn")(0.0, 1.0)
 
     if lowers and higher_is_better(name):
         name += "_error"  # the direction must follow from the name alone

@@ -18,7 +18,7 @@ from medfl.core import Config, InputError
 from medfl.policy import admission
 from medfl.policy.inspection import INFERENCE
 from medfl.policy.policy import Policy
-from medfl.problem import mask_names, tensor_described
+from medfl.problem import channel_names, mask_names, tensor_described
 from medfl.storage import hashed, load_pickled
 
 
@@ -53,10 +53,30 @@ class Inference:
 
     @property
     def task(self) -> str:
-        """Classification or segmentation, as metadata.json describes the output."""
+        """Kind of task, by what metadata.json says of the output, and by a sigmoid of several classes."""
         output = tensor_described(self.described, "outputs", "pred")
-        segments = output.get("format") == "segmentation" or bool(output.get("spatial_shape"))
-        return "segmentation" if segments else "classification"
+        form = output.get("format")
+        if form in ("regression", "numbers") or output.get("type") == "value":
+            return "regression"
+
+        # model zoo bundles have the shape [1, classes]
+        shape = output.get("spatial_shape")
+        is_row = form == "classes" or str(shape).startswith("[1,")
+        if form == "segmentation" or (shape and not is_row):
+            return "segmentation"
+
+        is_several = len(channel_names(self.described)) > 1
+        return "multilabel" if self.sigmoid and is_several else "classification"
+
+    @property
+    def sigmoid(self) -> str:
+        """Where the postprocessing takes the sigmoid of its outputs, "" if nowhere."""
+        for name in ("Activationsd", "Activations"):
+            for key, node in self.config.nodes(name):
+                if node.get("sigmoid"):
+                    return key or "its postprocessing"
+
+        return ""
 
     @property
     def classes(self) -> tuple[str, ...]:

@@ -122,8 +122,7 @@ def _said_of_sites(bundle: str, values: Config) -> Document:
 
             texts.setdefault(_OF_SITES[fact], []).append(f"{site}={','.join(map(str, listed))}")
 
-    settings = map_values(";".join, texts)
-    return {**values, "sites": len(sites), **settings}
+    return {**values, "sites": len(sites), **map_values(";".join, texts)}
 
 
 def options_for(protocol: Config, method: str) -> Config:

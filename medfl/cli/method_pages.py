@@ -211,9 +211,7 @@ def _method_page(entry: Document) -> str:
 
 
 def _options(title: str, options: list[Document]) -> list[str]:
-    rows = []
-    for o in options:
-        rows.append([o["name"], _type(o), as_flag_text(o["default"]), o["help"]])
+    rows = [[o["name"], _type(o), as_flag_text(o["default"]), o["help"]] for o in options]
 
     if rows:
         return [

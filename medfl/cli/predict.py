@@ -177,8 +177,7 @@ def _by_name(metrics_of: Mapping[str, Config]) -> list[str]:
     from medfl.report.formatting import number
     from medfl.report.table import LEFT_OUT
 
-    kinds = set().union(*metrics_of.values())
-    names = list(within(METRICS, kinds))
+    names = list(within(METRICS, set().union(*metrics_of.values())))
     rows = []
     note = []
     for name, values in metrics_of.items():

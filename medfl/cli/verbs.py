@@ -10,6 +10,7 @@ import errno
 import os
 import sys
 import traceback
+import warnings
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -87,6 +88,9 @@ def main(arguments: Sequence[str] | None = None, *, own_process: bool = False) -
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     terminal.mend_streams()
+    if own_process:
+        warnings.formatwarning = terminal.warn_plainly  # type: ignore[assignment]
+
     options = None
     try:
         with terminal.sigterm_as_ctrl_c():

@@ -205,8 +205,7 @@ def _divide(args: Namespace, use: Use, readable: Sequence[Path], why: str) -> No
 
     # For each bundle, and each record with code: no other process uses files that one creates there
     first_path = why.encode() + b"".join(os.fsencode(path.resolve()) for path in readable[:1])
-    key = hashlib.sha256(first_path).hexdigest()[:16]
-    private = required_cache("sandbox") / key
+    private = required_cache("sandbox") / hashlib.sha256(first_path).hexdigest()[:16]
     variables = private_folders(private)
     programs = (*_COMPILERS, sys.prefix, sys.base_prefix) if use.compiles else ()
     allowed = Allowed(

@@ -231,7 +231,7 @@ def notes(rows: Sequence[LeftOut]) -> list[str]:
     """Return notes on such a table, a sentence each."""
     sentences = [
         "Means over the seeds, with 95 % bootstrap intervals over the hospital's test images; "
-        f"there is none from fewer than {bootstrap.LEAST} images.",
+        f"there is none from fewer than {bootstrap.LEAST} images, and of a bundle's own metric.",
         "Left out: of the model that was trained without the hospital; took part: of the one that it trained too.",
     ]
     if not any(row.alone for row in rows):
@@ -240,7 +240,7 @@ def notes(rows: Sequence[LeftOut]) -> list[str]:
     if any(None in (row.without, row.took_part) for row in rows):
         sentences.append(
             "–: its test images do not define the metric, as a mean over findings none of which ten of them have and "
-            "ten lack; or a run is missing."
+            "ten lack; it has no test images; or a run is missing."
         )
 
     newcomers = {row.method: row.newcomer for row in rows if row.newcomer}

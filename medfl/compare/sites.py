@@ -54,7 +54,7 @@ def write_cross_site(comparison: Comparison, folder: Path) -> str:
     if not table:
         return ""
 
-    text = "\n\n".join(sections)
+    text = "\n\n".join([*sections, cross_site.LEGEND])
     RunFolder(folder).write_table(CROSS_SITE, table)
     write_atomic((folder / CROSS_SITE).with_suffix(".md"), f"{text}\n".encode())
     return text
@@ -85,7 +85,7 @@ def write_contribution(comparison: Comparison, folder: Path) -> str:
 
 {markdown_table(heads, lines)}
 
-Means over the seeds; each run's report has intervals over its rounds.
+Means over the seeds; each run's report has intervals over its rounds. + is better, also if the metric falls.
 """
     write_atomic(folder / "contribution.md", text.encode())
     return text

@@ -71,8 +71,7 @@ class Message:
         self,
     ) -> tuple[type[Message], tuple[dict[str, Tensors], dict[str, float]]]:
         """Pickle with plain dicts for worker processes: a read-only mapping does not pickle."""
-        tensors = map_values(dict, self.tensors)
-        return Message, (tensors, dict(self.scalars))
+        return Message, (map_values(dict, self.tensors), dict(self.scalars))
 
     def flat(self) -> Tensors:
         """Return `group/name -> tensor`; numbers become float64 tensors of shape () named `scalars/<name>`."""

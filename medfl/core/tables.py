@@ -57,9 +57,7 @@ def text_table(
             break
         widths[max(loose, key=lambda i: widths[i])] -= 1
 
-    numeric = []
-    for column in columns:
-        numeric.append(all(cell.isdecimal() or cell == "-" for cell in column[1:]))
+    numeric = [all(cell.isdecimal() or cell == "-" for cell in column[1:]) for column in columns]
 
     top, *body = zip(*columns, strict=True)
     lines = _wrapped_row(top, widths, numeric)

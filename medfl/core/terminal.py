@@ -37,6 +37,17 @@ def pass_on(source: int, stream: int) -> None:
     os.close(source)
 
 
+_warned = set[str]()
+
+
+def warn_plainly(message: object, *_: object) -> str:
+    """Return a library's warning as a line without its place in the installation, and "" the next time."""
+    text = f"warning: {' '.join(str(message).split())}\n"
+    line = text * (text not in _warned)
+    _warned.add(text)
+    return line
+
+
 def mend_streams() -> None:
     """Open streams that were closed before Python started (`>&-`), and let stdout accept any text in any locale."""
     # Otherwise the next opened file gets the number of stdout, and prints end up in it.

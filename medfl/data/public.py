@@ -70,8 +70,7 @@ class Public:
             output: Tensor = network(x)
             return output
         # the image is repeated along the third axis
-        volume = x[..., None].expand(*x.shape, self.depth)
-        return self.flat(network(volume))
+        return self.flat(network(x[..., None].expand(*x.shape, self.depth)))
 
     def flat(self, output: Tensor) -> Tensor:
         """Convert an output for repeated images (B, K, H, W, depth) to one for images, the mean along the last axis."""

@@ -106,9 +106,7 @@ def with_all_channels(entry: Sample, channels: int, numbered: bool) -> Sample:
     if not 0 < len(there) < channels:
         return entry
 
-    files = []
-    for channel in range(channels):
-        files.append(there.get(channel, min(there.items())[1]))
+    files = [there.get(channel, min(there.items())[1]) for channel in range(channels)]
 
     complete = JOINED.join(files) if isinstance(image, str) else files
     lacking = sorted(set(range(channels)) - set(there))

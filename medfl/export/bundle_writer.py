@@ -673,8 +673,7 @@ def test_images(trained: RunNetworks, model: Model, data: str | None, say: Print
         InputError: they are not in the folder.
     """
     run = trained.run
-    name = bundle_of(trained.run)
-    is_shipped = name in shipped()
+    is_shipped = bundle_of(trained.run) in shipped()
     folder = data or None
     if not data and run.data.folder and Path(run.data.folder).is_dir():
         folder = run.data.folder

@@ -283,8 +283,7 @@ def bundle_metadata(
         "agreement": map_values(asdict, agreements),
     }
     # as the files of MONAI's model zoo begin
-    first = pick(meta, ("schema", "version", "changelog"))
-    return {**first, **meta}
+    return {**pick(meta, ("schema", "version", "changelog")), **meta}
 
 
 _NAMED = {

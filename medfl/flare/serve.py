@@ -151,8 +151,7 @@ def prepare(kit: Path, kind: str) -> Document:
         Path(config.audit).parent.mkdir(parents=True, exist_ok=True)
 
     # a simulation's classes take folders from the job, whatever a site's file lists
-    listed = not_among(config.classes, (*ALLOWED, *SIMULATED))
-    classes = [*ALLOWED, *listed]
+    classes = [*ALLOWED, *not_among(config.classes, (*ALLOWED, *SIMULATED))]
     secure(kit, kind, classes)
     return {
         "kit": str(kit),

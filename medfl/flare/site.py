@@ -290,8 +290,7 @@ def _stopped(algo: MedflClientAlgo, stop: Callable[[], bool] | None) -> Iterator
             if stop():
                 algo.abort()
 
-    watcher = threading.Thread(target=watch, name="medfl-stop", daemon=True)
-    watcher.start()
+    threading.Thread(target=watch, name="medfl-stop", daemon=True).start()
     try:
         yield
     finally:

@@ -68,9 +68,7 @@ def _names(kind: str, bundle: Problem) -> dict[int, str]:
 
 def describe(facts: Facts) -> str:
     """Describe facts in a line, "" for none."""
-    parts = []
-    for kind, names in facts.items():
-        parts.append(_DESCRIPTIONS[kind].format(" and ".join(names)))
+    parts = [_DESCRIPTIONS[kind].format(" and ".join(names)) for kind, names in facts.items()]
     return ", ".join(parts)
 
 

@@ -124,8 +124,7 @@ class Method:
 
     def init_server(self, host: Host, weights: Weights, introductions: Messages) -> State:
         """Return the server's first State, made from the initial weights and the sites' introductions."""
-        personal = self.personal_names(host.model(weights))
-        return {"weights": without(weights, personal)}
+        return {"weights": without(weights, self.personal_names(host.model(weights)))}
 
     def broadcast(self, host: Host, server: State, site_name: str) -> Message:
         """Return what the server sends to one site (default: the weights, and its groups that go down)."""

@@ -104,8 +104,7 @@ class Scaffold(Method):
                 control[name] = site_control[name] - server_control[name] + scale * step
 
         change = difference(control, site_control, parameters)
-        reply = site.reply(trained, control=change)
-        return {"control": control}, reply
+        return {"control": control}, site.reply(trained, control=change)
 
     def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
         """Move x by eta_g times the mean difference and c by the participants' changes over all N sites."""
@@ -113,8 +112,7 @@ class Scaffold(Method):
         weights = step_towards(server["weights"], mean, self.server_lr, server["control"])
         change = weighted_mean(replies, "control", uniform_shares(replies))
         part = len(replies) / num_sites  # mean over participants times S/N is the sum over N
-        control = moved_by(server["control"], change, part)
-        return {"weights": weights, "control": control}
+        return {"weights": weights, "control": moved_by(server["control"], change, part)}
 
 
 def _plain_sgd(site: Site, model: nn.Module) -> bool:

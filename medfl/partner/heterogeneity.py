@@ -98,9 +98,7 @@ class FederationStatistics:
 
         weights = [site.images.get("train") or 0 for site in self.sites]
         # all together is the mean over images, not over sites
-        rows = []
-        for shares, n in zip(histograms, weights, strict=True):
-            rows.append(np.nan_to_num(shares) * n)
+        rows = [np.nan_to_num(shares) * n for shares, n in zip(histograms, weights, strict=True)]
 
         matrices = [_distances(list(channel)) for channel in zip(*rows, strict=True)]
         return [float(np.mean(column)) for column in zip(*matrices, strict=True)]

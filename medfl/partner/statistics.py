@@ -146,9 +146,7 @@ class _Counts:
             # the bundle's scale, not the site's: the existing bands reveal nothing about the data
             means, sds = scale_of(bundle.metadata, len(bundle.classes))
             for name, mean, sd in zip(bundle.classes, means.tolist(), sds.tolist(), strict=True):
-                ends = []
-                for step in (-2, -1, 0, 1, 2):
-                    ends.append(float(f"{mean + sd * step:.4g}"))
+                ends = [float(f"{mean + sd * step:.4g}") for step in (-2, -1, 0, 1, 2)]
 
                 cells = _bands(ends, "")
                 self._bands[name] = ends
@@ -406,9 +404,7 @@ _DOMAINS: Mapping[str, Sequence[str]] = {
 def _tables(statistics: Config) -> int:
     """Return the number of tables and histograms that an image is in: at most those of one section."""
     # 1 is the number of images
-    counts = []
-    for part in statistics.values():
-        counts.append(1 + len(part["tables"]) + len(_channels(part)))
+    counts = [1 + len(part["tables"]) + len(_channels(part)) for part in statistics.values()]
     return max(counts, default=1)
 
 

@@ -124,8 +124,7 @@ def _of_case(empty: Fingerprint, image: str, mask: str, classes: Classes) -> Fin
         spacing = np.ones(2)
 
     # as nnU-Net measures an image: without the zeros around it
-    places = np.argwhere((pixels != 0).any(0))
-    sizes = np.ptp(places, axis=0) + 1
+    sizes = np.ptp(np.argwhere((pixels != 0).any(0)), axis=0) + 1
     counts = np.bincount(target.ravel().astype(int), minlength=len(empty.classes) + 1)
     return replace(
         empty,

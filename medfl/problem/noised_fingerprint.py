@@ -57,8 +57,7 @@ def with_noise(empty: Fingerprint, singles: Sequence[Floats], epsilon: float) ->
     """Return what may be told of cases, each by its `numbers`."""
     # whole steps of a grid, since the noise is of whole numbers; each number has an equal part of epsilon
     total = np.rint(np.array(singles) * _GRID).sum(0)
-    noise = geometric(len(total), epsilon / len(total) / _GRID)
-    sums = (total + noise) / _GRID
+    sums = (total + geometric(len(total), epsilon / len(total) / _GRID)) / _GRID
 
     cases = max(1, round(sums[0]))
     # in the order of `numbers`

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, filterfalse
 from math import isnan
 from pathlib import Path
 from statistics import fmean
@@ -16,6 +16,7 @@ from medfl.report import formatting
 from medfl.report.run_files import MODEL_KINDS, RunFiles
 from medfl.storage import CROSS_SITE, Table, read_rows, write_atomic
 
+LEGEND = "Bold: a site's own model at the site. Compare within a column: sites have other images."
 _COLUMNS = ("model", "of", "at", "cases")
 
 
@@ -47,21 +48,26 @@ class Matrix:
         return list(dict.fromkeys(chain.from_iterable(self.rows.values())))
 
     @cached_property
-    def _worst_and_best(self) -> tuple[float, float]:
-        cells = chain.from_iterable(cells.values() for cells in self.rows.values())
-        values = [cell.value for cell in cells if not isnan(cell.value)]
-        # the worst first: the highest where lower is better
-        values.sort(reverse=not metrics.higher_is_better(self.metric))
-        return (values[0], values[-1]) if values else (0.0, 0.0)
+    def _ranges(self) -> dict[str, tuple[float, float]]:
+        """Site -> lowest and highest value there."""
+        ranges = {}
+        for site in self.sites:
+            values = [cells[site].value for cells in self.rows.values() if site in cells]
+            numbers = list(filterfalse(isnan, values)) or [0.0]
+            ranges[site] = min(numbers), max(numbers)
 
-    def shade(self, cell: Cell) -> float:
-        """Return how dark a cell is: from 0, the worst of all, to 1, the best."""
-        worst, best = self._worst_and_best
-        # if all models are equal, none is dark
-        if isnan(cell.value) or worst == best:
+        return ranges
+
+    def shade(self, site: str, cell: Cell) -> float:
+        """Return how dark a site's cell is: 0 for the worst model there, 1 for the best where models differ most."""
+        low, high = self._ranges[site]
+        # the images of one site may be harder than those of another, which says nothing about models
+        widest = max(top - bottom for bottom, top in self._ranges.values())
+        if isnan(cell.value) or widest == 0:
             return 0.0
 
-        return (cell.value - worst) / (best - worst)
+        gain = cell.value - low if metrics.higher_is_better(self.metric) else high - cell.value
+        return gain / widest
 
     def markdown(self) -> str:
         """Return the matrix as a table; a site's own model at its site is bold."""
@@ -116,8 +122,8 @@ def write(folder: Path) -> None:
 
 {matrix.markdown()}
 
-Rows are models, columns the sites on whose test images they were scored, with 95 % bootstrap intervals over these.
-Bold: a site's own model at the site. Compare within a column: sites have other images.
+Rows are models, columns the sites on whose test images they were scored, with 95 % bootstrap intervals over these
+(none from fewer than ten, or of a bundle's own metric). {LEGEND}
 """
     write_atomic((folder / CROSS_SITE).with_suffix(".md"), text.encode())
 

@@ -115,8 +115,7 @@ def between_models(ours: RunFiles, theirs: RunFiles, site: str | None = None) ->
         return None
 
     higher = metrics.higher_is_better(ours.key)
-    enough = _are_enough(ours, first)
-    return Difference.of(our_metric, their_metric, len(first), higher, enough)
+    return Difference.of(our_metric, their_metric, len(first), higher, _are_enough(ours, first))
 
 
 def from_other_sites(run: RunFiles, site: str) -> Difference | None:

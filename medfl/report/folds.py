@@ -163,8 +163,7 @@ class Folds:
     @property
     def names(self) -> list[str]:
         """The metrics that are shown, the key metric first."""
-        pooled = within(metrics.METRICS, self.pooled)
-        return list(dict.fromkeys([self.first.key, *pooled]))
+        return list(dict.fromkeys([self.first.key, *within(metrics.METRICS, self.pooled)]))
 
     def spread(self, name: str) -> metrics.Spread:
         """Return mean and standard deviation of a metric over the folds, and the worst fold."""
@@ -208,8 +207,7 @@ class Folds:
     def notes(self) -> tuple[str, ...]:
         """The basis of the results, undefined metrics, and different numbers of rounds between folds."""
         undefined = ((f"fold-{number}", run.undefined) for number, run in self.runs.items())
-        is_trained = self.first.record["rounds"]
-        notes = (NOTE if is_trained else EXAMINED, *told_by(undefined))
+        notes = (NOTE if self.first.record["rounds"] else EXAMINED, *told_by(undefined))
         averaged = self.first.kind.averaged
         pooled = averaged(self.cases)
         in_all = {*pooled}
@@ -295,8 +293,7 @@ def write(folder: Path) -> Folds:
         InputError: as for `Folds.read`.
     """
     cross_validation = Folds.read(folder)
-    summary = cross_validation.summary()
-    write_json(folder / "summary.json", summary)
+    write_json(folder / "summary.json", cross_validation.summary())
 
     predictions = []
     for number, run in cross_validation.runs.items():

@@ -73,9 +73,7 @@ def context(run: RunFiles) -> Document:
                 gains[site] = value - local[site]
 
     pooled = run.pooled()
-    sizes = []
-    for site in run.site_names:
-        sizes.append((site, *(run.size(site, section) for section in SECTIONS)))
+    sizes = [(site, *(run.size(site, section) for section in SECTIONS)) for site in run.site_names]
 
     return {
         "run": {**record, "data": {**record["data"], "notes": _notes(record["data"])}},
@@ -236,9 +234,7 @@ def _structures(run: RunFiles, intervals: Config) -> Document:
     sites = []
     for site in run.site_names:
         if any(site in cases for _, cases in columns):
-            row = []
-            for of_site, cases in columns:
-                row.append((of_site.get(site), int(cases.get(site, 0))))
+            row = [(of_site.get(site), int(cases.get(site, 0))) for of_site, cases in columns]
 
             sites.append((site, row))
 
@@ -427,9 +423,7 @@ def learning_curves(run: RunFiles) -> list[Chart]:
         caption += " Dotted: guessing."
 
     scores = Chart(title, legend, svg, caption)
-    site_losses = []
-    for entry in rounds:
-        site_losses.append([site.get("train_loss") for site in _site_entries(entry)])
+    site_losses = [[site.get("train_loss") for site in _site_entries(entry)] for entry in rounds]
 
     mean = {judged: [entry.get("train_loss") for entry in rounds]}
     svg = charts.lines("Training loss", numbers, mean, site_losses, band_of=judged)

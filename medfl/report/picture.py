@@ -137,8 +137,7 @@ def plot(
     """Return a picture with one axes below its title, filled by `draw`; its height is in inches."""
 
     def fill(figure: Figure) -> None:
-        axes = figure.subplots()
-        draw(figure, axes)
+        draw(figure, figure.subplots())
 
     return render(name, title, caption, (WIDTH, height), fill, mark=mark, layout="compressed")
 

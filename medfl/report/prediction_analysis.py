@@ -57,8 +57,7 @@ class PredictionAnalysis:
     @cached_property
     def intervals(self) -> dict[str, Interval]:
         """Metric -> its interval over draws of the test cases; `<metric> of <name>` for a single finding or number."""
-        kind = self.predictions.kind
-        ends = kind.intervals(self.predictions.cases, self._redrawn)
+        ends = self.predictions.kind.intervals(self.predictions.cases, self._redrawn)
         if ends and not self.is_classification:
             for name, columns in self._redrawn.by_name.items():
                 titles = (f"{name} of {title}" for title in self.names)

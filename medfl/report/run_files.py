@@ -192,8 +192,7 @@ class RunFiles(RunReader):
     @property
     def structure_metrics(self) -> list[str]:
         """The metrics that any structure, finding or number has."""
-        kinds = set().union(*self.structures.values())
-        return list(within(METRICS, kinds))
+        return list(within(METRICS, set().union(*self.structures.values())))
 
     def metric_names(self) -> list[str]:
         """Return the names of all pooled metrics, the key metric first, then in the order of `METRICS`.

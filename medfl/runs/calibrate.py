@@ -66,6 +66,10 @@ _PROMISES = (
     "shrunken: own images count 1, those of others together {strength:g} at most; for a site that is "
     "exchangeable with the others, else less by at most twice their total variation times the others' share",
 )
+_NOT_CHARGED = (
+    "all images are on this machine, which nothing leaves: the policy's noise is not added, its budget not charged; a "
+    "job (medfl flare export --evaluate --calibrate SCORES) charges it at each site"
+)
 _SUPPRESSED = (
     "bins of fewer than {min_count} cases are joined with higher ones: the promise holds, sets grow; sites with "
     "fewer calibration cases share nothing; of test cases too, so that at least so many are covered, and sizes and "
@@ -168,15 +172,15 @@ def calibrate(
         )
 
     read_verified_run(result.path / "run.json")
-    policy = policy or Policy()
-    options = replace(options, min_count=max(options.min_count, policy.outbound.min_count))
+    rules = policy or Policy()
+    options = replace(options, min_count=max(options.min_count, rules.outbound.min_count))
     answers = _told(result)
     if answers is None:
         scores = options.scores or kind.set_scores[0]
-        sites = _sites(result, kind, options, scores, policy, progress)
+        sites = _sites(result, kind, options, scores, rules, progress)
     else:
         scores, sites = answers
-        if options.scores not in ("", scores) or options.by or options.min_count:
+        if options.scores not in ("", scores) or options.by or options.min_count or policy:
             raise InputError(
                 f"--scores, --by, --min-count or --policy: the sites of {result.path} told their sums",
                 f"these, by {scores}, as the policy of each says",
@@ -190,6 +194,8 @@ def calibrate(
         notes.append(text.format(strength=options.strength))
     if options.min_count:
         notes.append(_SUPPRESSED.format(min_count=options.min_count))
+    if rules.outbound.noise is not None:
+        notes.append(_NOT_CHARGED)
 
     document = {
         **asdict(options),

@@ -236,8 +236,7 @@ def _run(folder: Path, record: Config, changes: Config, launch: Launch) -> Docum
                 launch=of_fold,
             )
 
-    folds = report.write(folder)
-    return {**folds.summary(), "folder": str(folder)}
+    return {**report.write(folder).summary(), "folder": str(folder)}
 
 
 def _begun(folder: Path, number: int) -> bool:

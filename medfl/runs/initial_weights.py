@@ -128,7 +128,7 @@ def read(text: str, names: Set[str] = frozenset(), say: Print = str) -> Tensors:
         for place, wrapped in parts.items():
             part = parts[place] = _unwrapped(wrapped, names)
             if part.keys() != wrapped.keys():
-                say(f"--init: names of {path.name} are read without the wrapped modules in them")
+                say(f"weights: names of {path.name} are read without the wrapped modules in them")
 
             for prefix in _prefixes(part, names):
                 ranks[place, prefix] = _shared(part, prefix, names)
@@ -141,7 +141,7 @@ def read(text: str, names: Set[str] = frozenset(), say: Print = str) -> Tensors:
                 rivals.append(repr("".join(key)))
 
         if rivals:
-            say(f"--init: {path.name} has such names after {' and '.join(rivals)} too, left out")
+            say(f"weights: {path.name} has such names after {' and '.join(rivals)} too, left out")
 
         weights = {}
         for name, tensor in parts[place].items():
@@ -165,21 +165,21 @@ def read(text: str, names: Set[str] = frozenset(), say: Print = str) -> Tensors:
             and any(wrapper + name in names for name in weights)
         ):
             weights = {wrapper + name: tensor for name, tensor in weights.items()}
-            say(f"--init: the weights lack {wrapper!r} before their names, which is put there")
+            say(f"weights: the weights lack {wrapper!r} before their names, which is put there")
 
         if left_out := len(parts[place]) - len(weights):
             say(
-                f"--init: {left_out} tensors are left out, whose names do not begin with {prefix!r}"
+                f"weights: {left_out} tensors are left out, whose names do not begin with {prefix!r}"
             )
         if prefix or place:
             say(
-                f"--init: the weights are those after {place + prefix!r} in the names of {path.name}"
+                f"weights: the weights are those after {place + prefix!r} in the names of {path.name}"
             )
 
         return _finite(weights)
     except Exception as error:  # torch and safetensors raise several types for damaged files
         raise InputError(
-            f"--init {text}: {path.name} is not read as weights ({error})",
+            f"weights {text}: {path.name} is not read as weights ({error})",
             "names and tensors, as safetensors or torch.save(network.state_dict(), FILE) write them",
             "save the state dict with one of the two",
         ) from error
@@ -214,7 +214,9 @@ def _in_types_of(drawn: Weights, weights: Weights, say: Print) -> Tensors:
 
     if changed:
         types = sorted({str(weights[name].dtype).removeprefix("torch.") for name in changed})
-        say(f"--init: {len(changed)} tensors are {' and '.join(types)}, read as the network's type")
+        say(
+            f"weights: {len(changed)} tensors are {' and '.join(types)}, read as the network's type"
+        )
 
     return {**weights, **changed}
 

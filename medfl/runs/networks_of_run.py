@@ -256,8 +256,7 @@ class _States:
         self.networks = result
         self.manifest = result.manifest
         self.folder = RunFolder(result.path)
-        plan = repeat(result.run, data, say, result.path)
-        self.federation = plan.federation(say)
+        self.federation = repeat(result.run, data, say, result.path).federation(say)
 
     def server_network(self, round_: int) -> nn.Module | None:
         """Return a copy of the server's network, None if it has none."""

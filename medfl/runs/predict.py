@@ -200,8 +200,7 @@ class _Writer:
                 bar.update(len(idents))
 
         # images that failed in a batch come after the rest of it
-        rows = self.predictions.rows
-        self.predictions.rows = pick_known(rows, self.files)
+        self.predictions.rows = pick_known(self.predictions.rows, self.files)
         return self.predictions
 
     def _groups(self) -> Iterator[Sequence[str]]:
@@ -346,8 +345,7 @@ class _Writer:
             cases = evaluator(
                 predictor.network, part, predictor.device, surface_metrics=predictor.surface_metrics
             )
-            scores = without(cases.values, ["loss"])
-            self.predictions.cases.append(Cases(cases.ids, scores))
+            self.predictions.cases.append(Cases(cases.ids, without(cases.values, ["loss"])))
             self.predictions.units |= {unit(prepared.geometry[index]) for index in labelled}
 
         return prepared, masks

@@ -337,8 +337,10 @@ def _of_bundle(opened: Inference, path: Path, device: torch.device) -> Predictor
     task = opened.task
     thresholds: tuple[float, ...] = ()
     evaluator: VectorEvaluator | MaskEvaluator = ClassEvaluator()
-    if exported.get("task") == "multilabel":
-        task = "multilabel"
+    if exported.get("task") in ("multilabel", "regression"):
+        task = exported["task"]
+
+    if task == "multilabel":
         classes = channel_names(meta)
         evaluator = FindingEvaluator()
         values = exported.get("thresholds", ())
@@ -347,14 +349,17 @@ def _of_bundle(opened: Inference, path: Path, device: torch.device) -> Predictor
             values = (0.5,) * len(classes)
 
         thresholds = tuple(values)
-    elif exported.get("task") == "regression":
-        task = "regression"
+    elif task == "regression":
         classes = channel_names(meta)  # a single output is not background and structure
         evaluator = NumberEvaluator(_no_loss, meta)
-    else:
-        _refuse_overlaps(opened, path)
+    elif task == "segmentation":
+        if opened.sigmoid and len(classes) > 2:
+            raise InputError(
+                f"bundle {path}: {opened.sigmoid} takes the sigmoid of {len(classes)} outputs",
+                "classes that exclude each other, by softmax",
+                "run it by MONAI: python -m monai.bundle run --config_file configs/inference.json",
+            )
 
-    if task == "segmentation":
         evaluator = MaskEvaluator(
             _no_loss, classes, opened.inferer, _tolerance(path), largest=largest_components(meta)
         )
@@ -376,17 +381,6 @@ def _of_bundle(opened: Inference, path: Path, device: torch.device) -> Predictor
         str(exported.get("data_source", "")),
         thresholds=thresholds,
     )
-
-
-def _refuse_overlaps(opened: Inference, path: Path) -> None:
-    """Raise an InputError if the bundle's outputs are several independent findings, not one of all classes."""
-    for key, node in [*opened.config.nodes("Activationsd"), *opened.config.nodes("Activations")]:
-        if node.get("sigmoid") and len(opened.classes) > 2:
-            raise InputError(
-                f"bundle {path}: {key or 'its postprocessing'} takes the sigmoid of {len(opened.classes)} outputs",
-                "classes that exclude each other, by softmax",
-                "run it by MONAI: python -m monai.bundle run --config_file configs/inference.json",
-            )
 
 
 def _tolerance(path: Path) -> float:

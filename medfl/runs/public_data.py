@@ -276,8 +276,7 @@ def _depth(public: Problem, bundle: Problem, lift: str) -> int:
 def _dimensions(bundle: Problem) -> int:
     """Return 2 or 3, from the image's shape in metadata.json; default 2."""
     inputs = bundle.metadata.get("network_data_format", {}).get("inputs", {})
-    shape = inputs.get("image", {}).get("spatial_shape", ())
-    return len(shape) or 2
+    return len(inputs.get("image", {}).get("spatial_shape", ())) or 2
 
 
 def _size(bundle: Problem, public: Problem, option: int, depth: int) -> Any:

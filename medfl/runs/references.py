@@ -144,8 +144,7 @@ def vectors_of(
 
 def _wanted(task: str, names: Sequence[str], columns: Mapping[str, str]) -> Wanted:
     labels = (columns["label"],) if "label" in columns else ()
-    roles = without(columns, ["label"])
-    return Wanted(task, labels, (*names,), roles=roles)
+    return Wanted(task, labels, (*names,), roles=without(columns, ["label"]))
 
 
 def _in_folders(root: Path, classes: Sequence[str]) -> list[tuple[str, int]]:

@@ -454,11 +454,7 @@ class Result(ResultTables):
                 for row, mask in zip(rows, masks, strict=True):
                     row["mask"] = mask["mask"]
 
-        predictions = []
-        for row in rows:
-            predictions.append({"id": row["id"], "site": owner.get(row["id"], ""), **row})
-
-        return predictions
+        return [{"id": row["id"], "site": owner.get(row["id"], ""), **row} for row in rows]
 
     def _records(self, cases: Cases, which: str, site: str | None) -> list[Record]:
         kind = KINDS[self.task]

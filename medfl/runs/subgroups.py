@@ -191,9 +191,7 @@ def of(
     nobody = np.empty(0, np.int64)
     together = np.sort(np.concatenate([nobody, *shown.values()]))
     measured = _Measured(rows, kind, classes, min_count, seed, [*shown.values()])
-    groups = []
-    for name in members:
-        groups.append(measured.group(name, shown.get(name, nobody)))
+    groups = [measured.group(name, shown.get(name, nobody)) for name in members]
 
     ages = [row.get("age") for row in rows] if by == "age" else []
     unread = case_metadata.unread(ages)
@@ -348,8 +346,7 @@ class _Measured:
         return self.kind.read(Table(Path("predictions.csv"), part), self.classes)
 
     def _told(self, cases: Cases) -> Flags:
-        truth = cases.array("findings")
-        return findings.scored(truth, self.min_count)
+        return findings.scored(cases.array("findings"), self.min_count)
 
     def _of_findings(self, cases: Cases) -> tuple[dict[str, Area], tuple[str, ...]]:
         """Return the areas of the findings that are told, and the names of the others that a case has."""

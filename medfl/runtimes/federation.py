@@ -347,19 +347,30 @@ class Federation:
         """Return what a participant trains on: its own items, or everybody's if the method pools the data."""
         if not self.method.pools_data:
             return self.shard(participant, section)
+
+        return self._of_all_sites(section)
+
+    def _of_all_sites(self, section: str) -> Shard:
         # in the order of the data, whichever site has an item: the result must not depend on the partition
         union = torch.cat([self.shard(name, section).indices for name in self.names]).sort().values
         return Shard(self.sections[section], union)
 
     def pooled(self, section: str) -> Shard:
-        """Return all held-out items of a section, whether or not a site has them."""
+        """Return all held-out items of a section, whether or not a site has them.
+
+        If a site only tests, validation items without a site are not among them: its own choose no round.
+        """
         prepared = self.sections[section]
         # a global model is scored on the structures that each image's own site annotates
         shown: dict[int, AnnotatedClasses] = {}
         for shard in self._shards[section].values():
             shown.update(shard.shown)
 
-        return replace(Shard.of(prepared, range(len(prepared))), shown=shown)
+        pooled = Shard.of(prepared, range(len(prepared)))
+        if section == "validate" and len(participants(self.run, False)) < len(self.names):
+            pooled = self._of_all_sites(section)
+
+        return replace(pooled, shown=shown)
 
     def site(self, name: str, round_: int) -> Site:
         """Return a participant's state for a round."""

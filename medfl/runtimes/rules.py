@@ -122,9 +122,7 @@ def _flaw(node: object, path: str) -> str:
 
                 return f"the key {key!r}{place} is a {type(key).__name__}"
 
-        parts = []
-        for key, part in node.items():
-            parts.append((f"{path}/{key}".lstrip("/"), part))
+        parts = [(f"{path}/{key}".lstrip("/"), part) for key, part in node.items()]
     elif isinstance(node, list | tuple):
         parts = [(f"{path}/{index}", part) for index, part in enumerate(node)]
     elif isinstance(node, _VALUES):

@@ -240,7 +240,7 @@ def record_of(source: Path) -> Path:
 
 
 def weights_file(text: str) -> Path:
-    """Return the file that `--init` names.
+    """Return the file that `--init`, or MODEL of `medfl evaluate`, names.
 
     FILE, run:DIR, bundle:DIR, backbone:FILE, or torchvision:NAME, monai:NAME or timm:NAME, which are looked up where
     these libraries keep their downloads.
@@ -256,7 +256,7 @@ def weights_file(text: str) -> Path:
         path = Path(text.removeprefix("backbone:")).expanduser()
         if not path.is_file():
             raise InputError(
-                f"--init {text}",
+                f"weights {text}",
                 "FILE or backbone:FILE (.safetensors, .pt, .ts), run:DIR, bundle:DIR, torchvision:, monai:, timm:NAME",
                 "name one that is there",
             )
@@ -270,7 +270,7 @@ def weights_file(text: str) -> Path:
             return path
 
     raise InputError(
-        f"--init {text}",
+        f"weights {text}",
         f"{description}: {' or '.join(names)} in this folder",
         "name another folder",
     )

@@ -90,7 +90,9 @@ def test_a_comparison_has_a_matrix_and_makes_it_later(scans: Path, tmp_path: Pat
     # of local there is nothing to estimate; runs that are done are not trained again
     arguments[arguments.index("0,1")] = "2"
     assert main([*arguments, "--contribution"]) == 0
+    assert "Bold: a site's own model" in (out / "cross_site.md").read_text()
     text = (out / "contribution.md").read_text()
+    assert "+ is better" in text
     assert "| fedavg | site-1 |" in text
     assert "| local |" not in text
 

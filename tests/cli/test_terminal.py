@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -78,3 +79,14 @@ def test_an_error_is_wrapped_between_words_on_a_terminal(
 )
 def test_alternatives_end_with_or(names: str, text: str) -> None:
     assert either(names) == text
+
+
+def test_a_library_s_warning_is_a_line_without_paths_said_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As scikit-learn's and MONAI's in a bundle's own metric: with paths, at every site."""
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    assert verbs.main(["methods", "fedavg"], own_process=True) == 0
+    where = (UserWarning, "/usr/lib/site-packages/sklearn/metrics.py", 1192)
+    assert warnings.formatwarning("no positive\nclass", *where) == "warning: no positive class\n"
+    assert warnings.formatwarning("no positive\nclass", *where) == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
 from pathlib import Path
 
@@ -103,6 +104,17 @@ def test_a_run_without_a_hospital_examines_there(skin: Path, tmp_path: Path) -> 
     assert run.size("rosendahl", "train") == 0
     assert "rosendahl" in run.site_values("received", run.key)
     assert "rosendahl" not in run.rounds[0]["cohort"]
+
+    held = json.loads((out / "run.json").read_text())["partition"]["sites"]
+    validates = {site: len(ids["validate"]) for site, ids in held.items() if ids["validate"]}
+    assert "rosendahl" not in validates
+    (line,) = run.rounds
+    right = 0.0
+    for site, number in validates.items():
+        right += number * line["sites"][site]["received"]["accuracy"]
+
+    told = "a hospital that was left out chooses no round"
+    assert line["val"]["accuracy"] == pytest.approx(right / sum(validates.values())), told
 
 
 def test_everybody_and_one_without_each(skin: Path) -> None:

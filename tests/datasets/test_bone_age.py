@@ -80,6 +80,11 @@ def test_the_training_set_alone_is_cut_anew(tmp_path: Path) -> None:
             "1377,adult,False",
             "image 1377 has bone age 'adult', which is no number",
         ),
+        (
+            "1377,180,False",
+            "1377,-1,False",
+            "image 1377 has bone age '-1', which is no number from 0",
+        ),
         ("1377,180,False", "1377,nan,False", "image 1377 has bone age 'nan', which is no number"),
         ("1377,180,False", "1999,180,False", "image 1999: its image is missing"),
         ("id,boneage,male", "id,age,male", "has no column 'boneage'"),

@@ -421,7 +421,7 @@ def test_a_site_examines_no_method_with_parts_of_its_own(job: Path, scans: dict[
     ("requested", "text"),
     [
         ({}, "--evaluate without a model"),
-        ({"init": "nowhere.safetensors"}, "--init nowhere.safetensors"),
+        ({"init": "nowhere.safetensors"}, "weights nowhere.safetensors"),
         ({"init": "MODEL", "method": "fedbn"}, "--evaluate with --method fedbn"),
         ({"init": "MODEL", "rounds": 3}, "--evaluate with --rounds 3"),
     ],

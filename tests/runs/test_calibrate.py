@@ -178,6 +178,14 @@ def test_a_policy_s_least_count_is_that_of_the_command(run: Path, tmp_path: Path
     assert calibrate(load_run(run), Options(0.5), policy=Policy.read(file)) == plain
 
 
+def test_on_one_machine_a_policy_s_noise_is_said_not_to_apply(run: Path, tmp_path: Path) -> None:
+    file = tmp_path / "policy.yaml"
+    file.write_text("outbound: {clip: 1.0, noise: 1.0, epsilon: 3, delta: 1.0e-5}\n")
+    document = calibrate(load_run(run), Options(0.5), policy=Policy.read(file))
+    (note,) = [note for note in document["notes"] if "nothing leaves" in note]
+    assert "a job (medfl flare export --evaluate --calibrate SCORES) charges it" in note
+
+
 def test_counts_at_several_thresholds_do_not_tell_of_few_cases_between_them(run: Path) -> None:
     """What two thresholds lose differs by a bin's cases or not at all."""
     rows = calibrate(load_run(run), Options(0.5, min_count=5))["rows"]

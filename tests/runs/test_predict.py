@@ -15,7 +15,7 @@ import pytest
 import SimpleITK as sitk
 import torch
 import yaml
-from monai.networks.nets import DenseNet121
+from monai.networks.nets import DenseNet, DenseNet121
 from PIL import Image
 
 import medfl
@@ -637,6 +637,71 @@ def test_a_bundle_predicts_as_its_network_does(
     row = told["predictions"][0]
     assert sum(row[name] for name in told["classes"]) == pytest.approx(1, abs=1e-6)
     assert row["prediction"] == max(told["classes"], key=lambda name: row[name])
+
+
+@pytest.mark.parametrize(
+    ("output", "activation", "columns"),
+    [
+        ({"type": "value", "format": "regression", "spatial_shape": [1, 1]}, {}, ["predicted_a"]),
+        (
+            {"type": "probabilities", "format": "classes", "spatial_shape": [1, 3]},
+            {"softmax": True},
+            ["prediction", "a", "b", "c"],
+        ),
+        (
+            {"type": "probabilities", "format": "classes", "spatial_shape": [1, 2]},
+            {"sigmoid": True},
+            ["predicted_a", "predicted_b", "p_a", "p_b"],
+        ),
+        (
+            {"type": "probability", "format": "classification", "spatial_shape": [1, 1]},
+            {"sigmoid": True},
+            ["prediction", "background", "a"],
+        ),
+    ],
+)
+def test_a_bundle_with_monai_s_files_alone_says_what_it_predicts(
+    output: dict[str, Any],
+    activation: dict[str, bool],
+    columns: list[str],
+    pictures: Path,
+    tmp_path: Path,
+) -> None:
+    """As the model zoo writes them: the shape [1, classes] was taken for that of a mask."""
+    channels = output["spatial_shape"][1]
+    root = tmp_path / "foreign"
+    (root / "configs").mkdir(parents=True)
+    (root / "models").mkdir()
+    small = {"init_features": 4, "growth_rate": 2, "block_config": (1, 1)}
+    network = {"spatial_dims": 2, "in_channels": 1, "out_channels": channels, **small}
+    read = [
+        {"_target_": "LoadImaged", "keys": "image"},
+        {"_target_": "EnsureChannelFirstd", "keys": "image"},
+    ]
+    after = [{"_target_": "Activationsd", "keys": "pred", **activation}] * bool(activation)
+    config = {
+        "device": "$torch.device('cpu')",
+        "network_def": {"_target_": "DenseNet", **network},
+        "preprocessing": {"_target_": "Compose", "transforms": read},
+        "postprocessing": {"_target_": "Compose", "transforms": after},
+    }
+    (root / "configs" / "inference.json").write_text(json.dumps(config))
+    described = {
+        **output,
+        "num_channels": channels,
+        "channel_def": dict(zip("012", "abc"[:channels], strict=False)),
+    }
+    image = {"type": "image", "num_channels": 1, "spatial_shape": [24, 24]}
+    data = {"inputs": {"image": image}, "outputs": {"pred": described}}
+    metadata = {"version": "0.1.0", "name": "foreign", "network_data_format": data}
+    (root / "configs" / "metadata.json").write_text(json.dumps(metadata))
+    weights = DenseNet(**network).state_dict()
+    torch.save(weights, root / "models" / "model.pt")
+
+    told = predict(root, pictures, tmp_path / "out")
+    assert len(told["predictions"]) == 5
+    first = rows(tmp_path / "out" / "predictions.csv")[0]
+    assert list(first) == ["id", *columns]
 
 
 def test_what_a_bundle_would_run_is_refused_without_trust(

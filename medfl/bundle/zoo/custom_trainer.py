@@ -180,9 +180,7 @@ class CustomTrainer:
 
         # a total where the trainer tells one, else its parts
         parts = [losses_by_name["loss"]] if "loss" in losses_by_name else losses_by_name.values()
-        losses = []
-        for part in parts:
-            losses.append(torch.as_tensor(part).detach().float().mean().cpu())
+        losses = [torch.as_tensor(part).detach().float().mean().cpu() for part in parts]
 
         if losses:
             self._losses.append(torch.stack(losses).sum())

@@ -598,6 +598,9 @@ def _divide(
             # Groups without a site are numbered after the last site.
             for i in group.members if site < len(sites) else ():
                 homes[name][i] = sites[site]
+            # A site that only tests may take them, also if test images are those to validate.
+            if site == len(sites) and 0 in fitted["train"]:
+                del site_of_group[group.key]
 
     return homes, notes + _count_notes(homes, sites, fitted)
 

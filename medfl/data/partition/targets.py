@@ -79,8 +79,7 @@ def with_strata(
 def _finding_strata(
     data: Sections, findings: Sequence[str]
 ) -> tuple[dict[str, Integers], list[str]]:
-    counts = (rows_of(data["train"]) == 1).sum(0)
-    order = np.argsort(counts, kind="stable")
+    order = np.argsort((rows_of(data["train"]) == 1).sum(0), kind="stable")
     strata = {}
     for name, section in data.items():
         has = np.zeros((len(section), len(findings)), bool)
@@ -88,8 +87,7 @@ def _finding_strata(
             has = rows_of(section) == 1
 
         # the rarest finding that an image has, as `argmax` takes the first
-        rarest = order[has[:, order].argmax(1)]
-        strata[name] = np.where(has.any(1), rarest, len(findings))
+        strata[name] = np.where(has.any(1), order[has[:, order].argmax(1)], len(findings))
 
     return strata, [*findings, NO_FINDING]
 
@@ -201,9 +199,7 @@ def _stratify(
         free = [index for index in free if not counts[index, label]]
         for index in having:
             # whoever lacks most images of the label, then most images, then by lot
-            need = []
-            for site in range(sites):
-                need.append((demand[site, label], demand[site, -1], rng.random()))
+            need = [(demand[site, label], demand[site, -1], rng.random()) for site in range(sites)]
 
             site = max(range(sites), key=need.__getitem__)
             placed[groups[index].key] = site

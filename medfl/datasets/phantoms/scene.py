@@ -175,9 +175,7 @@ def finding_scene(found: Sequence[int], count: int) -> Scene:
         radii = (0.1 + 0.07 * (finding % 3), 0.1 + 0.07 * (finding // 3 % 3))
         marks.append(Part((0.95 if finding % 2 else 0.02,), radii, place))
 
-    lungs = []
-    for side in (-0.42, 0.42):
-        lungs.append(Part((0.24,), (0.6, 0.27), (-0.05, side), texture=(0.12, 9)))
+    lungs = [Part((0.24,), (0.6, 0.27), (-0.05, side), texture=(0.12, 9)) for side in (-0.42, 0.42)]
 
     heart = Part((0.72,), (0.3, 0.26), (0.3, 0.16))
     return Scene((Part((0.1,)), Part((0.65,), (1.2, 0.9)), *lungs, heart, *marks), tone=0.04)

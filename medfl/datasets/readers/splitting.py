@@ -276,8 +276,7 @@ def validation_from_train(split: str, share: float = 0.1) -> Rule:
 
 def validation_from_test(split: str) -> Rule:
     """Return the rule that leaves the source's train whole and validates on half of its test, by group."""
-    rule = by_group(f"{split}-spared", (0.5, 0.5))
-    return cut_part(split, "test", rule, ("validate", "test"))
+    return cut_part(split, "test", by_group(f"{split}-spared", (0.5, 0.5)), ("validate", "test"))
 
 
 def cut_part(split: str, part: str, rule: Rule, names: Sequence[str] = SECTIONS) -> Rule:

@@ -308,15 +308,15 @@ def note_absent(table: Table, path: Path, images: Sequence[str]) -> None:
 
 
 def number_of(value: str, what: str, table: Table) -> float | None:
-    """Return the number in a cell of a table, or None after adding the problem."""
+    """Return the number in a cell of a table, at least 0, or None after adding the problem (-1: not known)."""
     try:
         number = float(value)
     except ValueError:
         number = math.nan
 
-    if math.isfinite(number):
+    if 0 <= number < math.inf:
         return number
-    table.problems.append(f"{what} {value!r}, which is no number")
+    table.problems.append(f"{what} {value!r}, which is no number from 0")
     return None
 
 

@@ -84,8 +84,7 @@ class TextGaussians:
         if self.spread.ndim == 2:
             return h.square() @ self.spread.T
         # A_k h: one number per prompt, instead of D x D entries of Sigma_k.
-        along = torch.einsum("bd,kmd->bkm", h, self.spread)
-        return along.square().sum(2)
+        return torch.einsum("bd,kmd->bkm", h, self.spread).square().sum(2)
 
     def logits(self, h: Tensor) -> Tensor:
         """Return F (B, K) = tau h mu_k + tau^2 / 2 q_k (eq. 4; eq. 5 is F / tau)."""
@@ -319,8 +318,7 @@ def select(embeddings: Tensor, fraction: float) -> Tensor:
     """
     order = torch.randperm(embeddings.shape[1])
     # drawn whole, then cut: a larger fraction keeps the prompts of a smaller one
-    count = max(1, round(fraction * len(order)))
-    return embeddings[:, order[:count].sort().values]
+    return embeddings[:, order[: max(1, round(fraction * len(order)))].sort().values]
 
 
 def swapped(embeddings: Tensor, classes: Sequence[str], pair: str) -> Tensor:

@@ -128,8 +128,7 @@ class TextClassified(TextEmbeddings, Method):
             return mean
 
         # The mean of equal numbers may differ from them in the last bit.
-        frozen = head_names(host.model(host.networks.initial))
-        return {**mean, **pick(server["weights"], frozen)}
+        return {**mean, **pick(server["weights"], head_names(host.model(host.networks.initial)))}
 
     # Site half
 

@@ -359,8 +359,7 @@ class Conditions:
 
     def draw(self, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return y ~ U over all classes (count,) and z (count, dimension), eq. 9."""
-        classes = len(self.gaussians.mean)
-        labels = torch.randint(classes, (count,), generator=self.draws)
+        labels = torch.randint(len(self.gaussians.mean), (count,), generator=self.draws)
         return labels.to(device), self.conditions(labels).to(device)
 
     def conditions(self, labels: Tensor) -> Tensor:

@@ -279,8 +279,7 @@ class FedHelp(LessonOptions, SiteNetworks):
     def _together(self, site: Site, large: nn.Module, proxy: nn.Module, loss: SizedLoss) -> None:
         def both_losses(z: Tensor, z_proxy: Tensor, y: Collated) -> Tensor:
             # Eq. 7
-            of_large = self._large_loss(loss, z, z_proxy, y)
-            return of_large + self._proxy_loss(loss, z, z_proxy, y)
+            return self._large_loss(loss, z, z_proxy, y) + self._proxy_loss(loss, z, z_proxy, y)
 
         train_together(site, large, proxy, both_losses, "proxy")
 

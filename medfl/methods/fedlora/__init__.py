@@ -128,8 +128,7 @@ class FedLoRA(Adapters):
             if name in full_names:
                 weights[name] = tensor.detach().clone()
 
-        sent = named_factors(trained, self.sent_up)
-        reply = site.reply(weights, adapters=sent)
+        reply = site.reply(weights, adapters=named_factors(trained, self.sent_up))
         if self.share == "a":
             return {"adapters": named_factors(trained, "B")}, reply
 

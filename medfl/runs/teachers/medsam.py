@@ -233,8 +233,7 @@ class MaskTeacher:
             channels_first = np.ascontiguousarray(np.moveaxis(picture, -1, 0))
             image = torch.from_numpy(channels_first)[None].to(self.device)
             box = torch.tensor([box_of(mask)], device=self.device)
-            probabilities = self.network(image, box, questions.grid)
-            logits.append(probabilities[:, 1].logit())
+            logits.append(self.network(image, box, questions.grid)[:, 1].logit())
 
         return torch.cat(logits)
 

@@ -159,7 +159,6 @@ def zero_shot_head(
     """Return w (C, D): the mean of each class's prompt embeddings, all of unit norm."""
     means = []
     for prompts in text.filled():
-        tokens = tokenizer(prompts).to(device)
-        means.append(unit(model.encode_text(tokens)).mean(0))
+        means.append(unit(model.encode_text(tokenizer(prompts).to(device))).mean(0))
 
     return unit(torch.stack(means))

@@ -143,8 +143,7 @@ class Trained:
         labels = torch.zeros(len(x), dtype=torch.int64)
         evaluator = ClassEvaluator(batch_size=max(1, len(x)), ends_in_sigmoid=self.ends_in_sigmoid)
         shard = Shard.of(Stacked(items, x, labels), range(len(x)))
-        cases = evaluator(self.network, shard, self.device)
-        return cases.values["probabilities"]
+        return evaluator(self.network, shard, self.device).values["probabilities"]
 
     def _logits(self, x: Tensor, grid: tuple[int, ...]) -> Tensor:
         logits = foreground(self.inferer(x.to(self.device), self.network).float())

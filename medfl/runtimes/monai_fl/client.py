@@ -369,8 +369,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         """
         view = self._ready()
         with self._busy(FlPhase.GET_DATA_STATS, self.states.last, PLAN) as activity:
-            least = max(LEAST, self._guard.min_count)
-            gather = partial(view.fingerprint, least)
+            gather = partial(view.fingerprint, max(LEAST, self._guard.min_count))
             return self._guard.fingerprint(activity, view.run.bundle_sha256, gather)
 
     def abort(self, extra: Extra = None) -> None:
@@ -549,8 +548,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         self, view: SiteEnd, message: Message, numbers: Mapping[str, object], activity: Activity
     ) -> ExchangeObject:
         """Return a message as it leaves; for a plain averaging host only its weights."""
-        samples = view.training_items
-        values = {**numbers, FlStatistics.DATA_COUNT: samples}
+        values = {**numbers, FlStatistics.DATA_COUNT: view.training_items}
         if self.host == "averaging":
             self._guard.admit_sent(activity, message, values, from_images=False)
             return exchange_object(message["weights"], values)

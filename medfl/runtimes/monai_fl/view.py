@@ -196,8 +196,7 @@ class SiteView(SiteEnd):
     def introduction(self, introduce: Callable[..., Message] | None) -> Message:
         """Return the site's message before its first training."""
         if introduce is None:
-            weights = self.networks.initial
-            return Message({"weights": pick(weights, self.rules.leaves)})
+            return Message({"weights": pick(self.networks.initial, self.rules.leaves)})
 
         return introduce(self, self.name)
 
@@ -294,8 +293,7 @@ class SiteView(SiteEnd):
         """Nothing is open."""
 
     def _stoppable(self, shard: Shard) -> Shard:
-        values = pick(vars(shard), fields_of(Shard))
-        return _StoppableShard(**values, stop=self.stop)
+        return _StoppableShard(**pick(vars(shard), fields_of(Shard)), stop=self.stop)
 
 
 @dataclass(frozen=True)

@@ -182,8 +182,7 @@ def _sample_items(pooled: Shard, classes: int, draws: torch.Generator) -> Shard:
     if pooled.labels:
         one_hot = nn.functional.one_hot(torch.tensor(pooled.labels)[order])
         # an item's rank within its class: first the first of each class, then the second
-        place = (one_hot.cumsum(0) * one_hot).sum(1)
-        order = order[place.argsort(stable=True)]
+        order = order[(one_hot.cumsum(0) * one_hot).sum(1).argsort(stable=True)]
 
     return Shard(pooled.prepared, pooled.indices[order[:limit]])
 

@@ -97,8 +97,7 @@ def next_state(
 
     # forms first: distances are defined only between tensors of the same form
     attendance.drop(odd_replies(replies, sent, federation.like_weights))
-    usable = without(replies, left_out)
-    attendance.drop(far_replies(federation, usable, sent))
+    attendance.drop(far_replies(federation, without(replies, left_out), sent))
     result = _from_usable(replies, attempt, BrokenRule, attendance)
     check_shares(federation, attendance.label, result.replies, tolerance.max_share)
 

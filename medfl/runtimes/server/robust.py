@@ -188,9 +188,7 @@ class Aggregation:
         for name, tensor in mean.items():
             if tensor.is_floating_point():
                 continue
-            moved = []
-            for part in parts:
-                moved.append((part[name].double() - before[name].double()).norm())
+            moved = [(part[name].double() - before[name].double()).norm() for part in parts]
 
             # a mean of integers takes the largest, which one site could move at will
             if any(float(norm) > limit for norm in moved):

@@ -265,6 +265,24 @@ def test_a_site_that_only_tests():
     fails("counts:0/3,0/all", SMALL, "everybody without training images")
 
 
+def test_a_site_that_only_tests_has_all_that_was_also_to_validate():
+    """Of data without a test section: what validates elsewhere is tested too, under the same ids."""
+    data = {}
+    for name, items in {**SMALL, "test": SMALL["validate"]}.items():
+        data[name] = [{**item, "centre": "ab"[i % 2]} for i, item in enumerate(items)]
+
+    partition = assigned("centre:b=0/all", data)
+    assert sizes(partition)["b"] == (0, len(data["validate"]) // 2)
+    assert not [note for note in partition.notes if "instead of" in note]
+
+    partition = assigned("counts:12/0,0/all", {**SMALL, "test": SMALL["validate"]})
+    validates = partition.sites["site-1"]["validate"]
+    tested = partition.sites["site-2"]["test"]
+    assert validates
+    assert len(tested) == len(SMALL["validate"]) - len(validates)
+    assert not {*validates} & {*tested}
+
+
 @pytest.mark.parametrize(
     "spec",
     [
