@@ -277,10 +277,10 @@ class RunFolder:
         else:
             _save_streamed(path, weights)
 
-    def write_summary(self, summary: Config) -> None:
-        """Write summary.json, with the number of rows of each table that was written."""
-        rows = summary.get("table_rows", {}) | self._rows
-        write_json(self.path / "summary.json", {**summary, "table_rows": rows})
+    def write_summary(self, summary: Document) -> None:
+        """Write summary.json, to which the number of rows of each table that was written is added."""
+        summary["table_rows"] = summary.get("table_rows", {}) | self._rows
+        write_json(self.path / "summary.json", summary)
 
     def write_trial(self, trial: Config) -> None:
         """Write trial.json, for a run that is not tested."""
