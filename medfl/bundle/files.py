@@ -24,6 +24,7 @@ from medfl.core import (
     refusing,
     type_errors,
 )
+from medfl.policy.admission import inspected
 from medfl.problem.described import CHANNEL_INDEX, MOST_CHANNELS
 from medfl.storage import config_file as config_file
 
@@ -146,7 +147,11 @@ def read_protocol(name_or_path: str) -> Config:
 def read(path: Path) -> Document:
     """Return the content of a JSON or YAML file; InputError if it is not valid."""
     with refusing(f"{path} cannot be read", "it is valid JSON or YAML", "repair its syntax"):
-        text = path.read_text(encoding="utf-8")
+        content = path.read_bytes()
+        if inspected.get(path.resolve()) not in (None, hashlib.sha256(content).hexdigest()):
+            raise ValueError("it changed after its inspection")
+
+        text = content.decode()
         return dict(
             (json.loads(text) if path.suffix == ".json" else yaml.load(text, _Loader)) or {}
         )

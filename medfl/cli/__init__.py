@@ -1,5 +1,3 @@
 """The verbs: what a flag is called and what is printed; no arithmetic."""
 
-from __future__ import annotations
-
 from medfl.cli.verbs import command as command, main as main

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -131,11 +132,11 @@ def telling(args: argparse.Namespace) -> Document:
 
 def log(text: str) -> None:
     """Print a line while running; on a terminal a long one is wrapped between words, a table is left unchanged."""
-    warn(
-        "\n".join(terminal.wrap_to_terminal(text))
-        if "\n" not in text and sys.stderr.isatty()
-        else text
-    )
+    if text and "\n" not in text and sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns
+        text = "\n".join(wrap(text, others="  ", width=width))
+
+    warn(text)
 
 
 def warn(text: str) -> None:

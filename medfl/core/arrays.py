@@ -1,7 +1,5 @@
 """Names for NumPy arrays by the type of their numbers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

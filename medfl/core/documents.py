@@ -1,7 +1,5 @@
 """Plain values by name: the contents of JSON and YAML files, and options and settings passed by callers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

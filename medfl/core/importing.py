@@ -13,13 +13,14 @@ from contextlib import contextmanager
 def lazy_names(package: str) -> tuple[list[str], Callable[[str], object]]:
     """Return the `__all__` and `__getattr__` of a package, which imports a public name on first use.
 
-    The names are those that `if TYPE_CHECKING` in the package's `__init__.py` imports `as` themselves.
+    The names are those that `if TYPE_CHECKING` in the package's `__init__.py` imports.
     """
     source = pkgutil.get_data(package, "__init__.py") or b""
     modules: dict[str, str] = {}
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom):
-            modules |= {alias.asname: str(node.module) for alias in node.names if alias.asname}
+    for block in ast.parse(source).body:
+        for node in block.body if isinstance(block, ast.If) else ():
+            if isinstance(node, ast.ImportFrom):
+                modules |= {alias.asname or alias.name: str(node.module) for alias in node.names}
 
     def load(name: str) -> object:
         if name not in modules:

@@ -6,7 +6,6 @@ import codecs
 import io
 import os
 import re
-import shutil
 import signal
 import sys
 import textwrap
@@ -147,11 +146,6 @@ def definitions(named: Mapping[str, str]) -> list[str]:
     for name, text in named.items():
         lines += hanging_indent(name.ljust(indent), text)
     return lines
-
-
-def wrap_to_terminal(text: str) -> list[str]:
-    """Wrap a line at the terminal's width, further lines indented."""
-    return wrap(text, others="  ", width=shutil.get_terminal_size().columns) or [""]
 
 
 def hanging_indent(label: str, text: str) -> list[str]:

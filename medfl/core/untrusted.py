@@ -210,6 +210,7 @@ def read_table(
             `TABLE_BYTES`, or rows so short that they would take far more memory.
     """
     rows = []
+    line = 0
     try:
         data = read_bytes(path, TABLE_BYTES)
         start = beginning(io.BytesIO(data))
@@ -236,15 +237,18 @@ def read_table(
         if head.count(delimiter) >= TABLE_COLUMNS:
             raise Refused(f"more than {TABLE_COLUMNS} columns")
 
-        reader = csv.DictReader(io.StringIO(text, ""), delimiter=delimiter)
+        # strict: of a quotation mark without its other csv makes one cell of many rows
+        reader = csv.DictReader(io.StringIO(text, ""), delimiter=delimiter, strict=True)
         names = list(reader.fieldnames or ())
+        line = lines + reader.line_num
         for row in reader:
+            line = lines + reader.line_num
             # of a decimal comma, or of names of rows, which move all columns
             if more := "".join(row.get(None, ())):
                 raise Refused(
-                    f"line {lines + reader.line_num} has more cells than the header: {printable(more, 40)!r}"
+                    f"line {line} has more cells than the header: {printable(more, 40)!r}"
                 )
-            rows.append((lines + reader.line_num, row))
+            rows.append((line, row))
             if len(rows) > TABLE_ROWS:
                 raise Refused(f"more than {TABLE_ROWS} rows")
             # Each missing cell takes memory, although it has no byte in the file.
@@ -254,7 +258,11 @@ def read_table(
         repeated = Counter(filter(None, names)) - Counter(set(names))
         if repeated:
             raise Refused(f"it has two columns {printable(min(repeated))!r}")
-    except (UnicodeDecodeError, csv.Error) as error:
+    except csv.Error as error:
+        raise Refused(
+            f"perhaps a quotation mark in line {line + 1} without its other ({error})"
+        ) from error
+    except UnicodeDecodeError as error:
         raise Refused(f"it is no table in UTF-8 text: {error}; {start}") from error
 
     return names, rows

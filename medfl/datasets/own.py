@@ -463,11 +463,16 @@ def _pairs(images: Path, masks: Path, lacking: bool) -> tables.Table:
     if ending := conventions.file_ending(images):
         stated = f", not in {ending} as {conventions.NNUNET_FILE} has it"
 
-    for folder, files in ((images, image_paths), (masks, mask_paths)):
+    of_masks = SUFFIXES if is_volumes(images) else tables.IMAGE_SUFFIXES
+    for folder, files, kinds in (
+        (images, image_paths, tables.IMAGE_SUFFIXES + SUFFIXES),
+        (masks, mask_paths, of_masks),
+    ):
         if not files:
+            series = ", or folders of a DICOM series each" * (kinds[-1] == SUFFIXES[-1])
             raise InputError(
                 f"{folder} has no image: {endings_in(folder)}{stated}",
-                f"files that end in {', '.join(tables.IMAGE_SUFFIXES + SUFFIXES)}, or folders of a DICOM series each",
+                f"files that end in {', '.join(kinds)}{series}",
                 f"convert them{_ALONE}",
             )
 
@@ -759,8 +764,8 @@ def odd(folder: Path) -> tuple[str, ...]:
     if not paths:
         return ()
 
-    note = f"{len(paths)} pipes, devices, or names that are not in UTF-8 or have {JOINED!r}: left out, first "
-    return (note + printable(os.path.relpath(min(paths), folder)),)
+    note = f"{len(paths)} pipes, devices, or names that are not in UTF-8 or have '.zip!' or {JOINED!r}: left out"
+    return (f"{note}, first {printable(os.path.relpath(min(paths), folder))}",)
 
 
 def of_pairs(

@@ -41,7 +41,7 @@ from medfl.evaluation.mask_metrics import KINDS
 from medfl.export.configs import TORCHSCRIPT, templates
 from medfl.export.formats import Agreement, ShapeRecorder, format_difference
 from medfl.runs.networks_of_run import Model, RunNetworks
-from medfl.storage import PHANTOM, config_file, file_sha256, read_rows
+from medfl.storage import PHANTOM, config_file, file_sha256
 
 PHANTOM_NOTE = "PHANTOM: images drawn by a program; these numbers say nothing about patients"
 _PATH_TO_REMOVE = re.compile(
@@ -80,11 +80,10 @@ def scores(trained: RunNetworks, model: Model) -> dict[str, float]:
         if trained.which == "best" or not trained.finished:
             return {}
 
-        rows = (row for _, row in read_rows(trained.path / "sites.csv"))
-        row = next((row for row in rows if row["site"] == model.site), {})
+        row = next((row for row in trained.files.sites if row["site"] == model.site), {})
         personal = {}
         for column, text in row.items():
-            if column.startswith("personal_") and text:
+            if column.startswith("personal_"):
                 personal[column.removeprefix("personal_")] = float(text)
 
         return _finite(personal)

@@ -35,37 +35,6 @@ from medfl.methods._parts.extras import (
 from medfl.methods._parts.prototype_sharing import Sharing, WithPrototypes
 from medfl.methods.base import Group, Method, group_names, option, sample_shares, weighted_mean
 
-__all__ = [
-    "Bodies",
-    "Group",
-    "MakesImages",
-    "Method",
-    "PublicData",
-    "SiteModels",
-    "SiteNetworks",
-    "TextEmbeddings",
-    "WholeCohort",
-    "WithoutLabels",
-    "extra",
-    "group_names",
-    "has_fedavg_server",
-    "has_option",
-    "has_site_models",
-    "keeps_network",
-    "load",
-    "method_class",
-    "names",
-    "option",
-    "options_of",
-    "prototype_options",
-    "sample_shares",
-    "settled",
-    "site_networks",
-    "values_of",
-    "weighted_mean",
-]
-
-
 Extra = TypeVar("Extra")
 _DECORATE = "write @dataclass(frozen=True) above the class"
 

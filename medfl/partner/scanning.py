@@ -18,6 +18,7 @@ from medfl.datasets.readers.reading import (
     IMAGE_SUFFIXES,
     opened,
     orientation,
+    turned,
 )
 from medfl.datasets.readers.volumes import changes_of
 from medfl.problem import Problem
@@ -78,6 +79,10 @@ def scan(bundle: Problem, section: str, *, progress: bool = False) -> Iterator[S
 
         shape, spacing = _file(image, entry)
         changes = changes_of(image, label)
+        if not spacing and getattr(label, "ndim", 0) > 1:
+            with suppress(Exception):  # of an entry as in `_file`
+                changes = turned(str(entry["image"])) + changes
+
         label = item.get("label", label)
         if NO_LABEL in item:
             label = None

@@ -20,6 +20,8 @@ from medfl.policy.inspection import inspect
 from medfl.policy.policy import Policy
 
 _in_force: ContextVar[Policy] = ContextVar("policy")
+inspected: dict[Path, str] = {}
+"""File of an inspected bundle -> its SHA-256 then: whoever reads it again refuses another content."""
 _warned: set[Path] = set()
 """Trusted bundles whose refusals were printed: a command opens a bundle many times, and reports them once."""
 
@@ -49,6 +51,7 @@ def admit(folder: Path, policy: Policy, reads: Collection[str]) -> None:
     """
     # Also for a trusted bundle: the user sees what is being trusted.
     inspection = inspect(folder, policy)
+    inspected.update((inspection.folder / file.path, file.sha256) for file in inspection.files)
     # Whoever named it, and whatever was here when the command was read
     if outside_walls.get() is not None:
         raise InputError(

@@ -6,15 +6,15 @@ from medfl.core.importing import lazy_names
 
 if TYPE_CHECKING:
     from medfl.problem.described import (
-        LARGEST_COMPONENT as LARGEST_COMPONENT,
-        channel_names as channel_names,
-        mask_names as mask_names,
-        mask_values as mask_values,
-        tensor_described as tensor_described,
+        LARGEST_COMPONENT,
+        channel_names,
+        mask_names,
+        mask_values,
+        tensor_described,
     )
-    from medfl.problem.parts import is_parts as is_parts
-    from medfl.problem.problem import Problem as Problem, prepared_sections as prepared_sections
-    from medfl.problem.prompts import Text as Text
-    from medfl.problem.sections import Section as Section
+    from medfl.problem.parts import is_parts
+    from medfl.problem.problem import Problem, prepared_sections
+    from medfl.problem.prompts import Text
+    from medfl.problem.sections import Section
 else:
     __all__, __getattr__ = lazy_names(__name__)

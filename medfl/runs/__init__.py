@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 from medfl.core.importing import lazy_names
 
 if TYPE_CHECKING:
-    from medfl.runs.folds import cross_validate as cross_validate
-    from medfl.runs.launch import site_algo as site_algo
-    from medfl.runs.plan import Request as Request, make_plan as make_plan
+    from medfl.runs.folds import cross_validate
+    from medfl.runs.launch import site_algo
+    from medfl.runs.plan import Request, make_plan
 else:
     __all__, __getattr__ = lazy_names(__name__)

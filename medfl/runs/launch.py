@@ -573,7 +573,6 @@ def _add_local(path: Path) -> Document:
     folder = RunFolder(path)
     summary = read_summary(path / "summary.json")
     summary["local"] = read_summary(path / "local" / "summary.json").get("site_models")
-    folder.write_summary(summary)
     local = {row["site"]: row for _, row in read_rows(path / "local" / "sites.csv")}
     rows = [row for _, row in read_rows(path / "sites.csv")]
 
@@ -588,6 +587,7 @@ def _add_local(path: Path) -> Document:
         theirs = [{**row, "model": "local"} for _, row in read_rows(path / "local" / CROSS_SITE)]
         folder.write_table(CROSS_SITE, [*ours, *theirs])
 
+    folder.write_summary(summary)
     return dict(summary)
 
 

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 from medfl.core.importing import lazy_names
 
 if TYPE_CHECKING:
-    from medfl.runtimes.attendance import FailedReply as FailedReply, Tolerance as Tolerance
-    from medfl.runtimes.federation import Federation as Federation
-    from medfl.runtimes.launch import Launch as Launch
-    from medfl.runtimes.registry import Execution as Execution, Runtime as Runtime
-    from medfl.runtimes.step import introduce as introduce, site_step as site_step
-    from medfl.runtimes.unlabelled import check_unlabelled as check_unlabelled
+    from medfl.runtimes.attendance import FailedReply, Tolerance
+    from medfl.runtimes.federation import Federation
+    from medfl.runtimes.launch import Launch
+    from medfl.runtimes.registry import Execution, Runtime
+    from medfl.runtimes.step import introduce, site_step
+    from medfl.runtimes.unlabelled import check_unlabelled
 else:
     __all__, __getattr__ = lazy_names(__name__)

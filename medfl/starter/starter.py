@@ -188,6 +188,7 @@ def _together(root: Path) -> str:
 
 # The survey, and the bundle
 
+_BEYOND = re.compile(r"\\ud[89ab]..\\ud[c-f]..")
 _FILES = ("train.yaml", "evaluate.yaml", "inference.yaml", "federated.yaml")
 _LEAST = 2
 _MOST_CLASSES = 100
@@ -330,8 +331,7 @@ def write(
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    # a JSON value is a YAML value, whatever the name of a class
-    environment.filters["yaml"] = json.dumps
+    environment.filters["yaml"] = _yaml
     files = {}
     for name in _FILES:
         files[f"configs/{name}"] = environment.get_template(f"new_{name}.j2").render(words)
@@ -349,6 +349,11 @@ def write(
             (partial / name).write_text(text, encoding="utf-8", newline="")
 
     return root
+
+
+def _yaml(value: object) -> str:
+    """Return a JSON value, which is a YAML value, but for the two escapes of a character beyond 16 bits."""
+    return _BEYOND.sub(lambda match: json.loads(f'"{match[0]}"'), json.dumps(value))
 
 
 def _check_structures(names: Sequence[str]) -> None:
@@ -597,7 +602,7 @@ def _segmented(
         count = sum(255 in values for values in stored)
         notes += (f"the value 255 is read as 1, which others have, in {count} masks",)
     # who names several values knows that they are structures
-    are_numbered = name_count < 2 and all(len(values | {0}) > max(values) for values in present)
+    are_numbered = name_count < 2 and all(2 * len(values | {0}) > max(values) for values in present)
     if are_numbered and len({*map(max, present)}) > 3:
         notes += (
             "masks have the values 1, 2, ... up to a number of their own, as numbered objects (cells, nuclei) do: here "

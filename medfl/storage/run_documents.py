@@ -5,11 +5,13 @@ The forms give the types of the entries that medfl reads; a missing entry is an 
 
 from __future__ import annotations
 
+import os
 import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, TypedDict
 
@@ -158,6 +160,7 @@ SUMMARY: Form = {
     "labels": dict[str, list[str]] | None,
     "channels": dict[str, list[str]] | None,
     "undefined": _OPTIONAL_TEXTS,
+    "table_rows": dict[str, Count] | None,
 }
 MANIFEST_FORM: Form = {
     "round": Round,
@@ -370,7 +373,7 @@ def round_lines(path: Path) -> list[bytes]:
     Raises:
         InputError: it cannot be read, or is too long.
     """
-    if not path.is_file():
+    if not os.path.lexists(path):
         return []
     try:
         return read_bytes(_not_linked(path), _ROUNDS_FILE).split(b"\n")
@@ -453,11 +456,12 @@ def require_plain(folder: Path) -> None:
     Raises:
         InputError: it contains something else, through which a file elsewhere would be read or overwritten.
     """
-    for path in not_plain(folder):
+    for path in chain(not_plain(folder), filter(Path.is_dir, folder.glob("[!.]*.*"))):
         # FLARE's folder is removed before it is created
         if path.relative_to(folder).parts[:-1][:1] != ("flare",):
             raise damaged(
-                path.with_name(printable(path.name)), "is neither a plain file nor a folder"
+                path.with_name(printable(path.name)),
+                "is neither a plain file nor a folder of a run's",
             )
 
 

@@ -62,6 +62,7 @@ class RunFolder:
         self.state = path / "state"
         # Files that the next commit removes; None: list the folder.
         self._stale: list[str] | None = None
+        self._rows: dict[str, int] = {}
 
     @classmethod
     def create(cls, path: Path, beside: Sequence[str] = ()) -> RunFolder:
@@ -189,7 +190,7 @@ class RunFolder:
         Raises:
             InputError: it is damaged, or names something other than a State's file.
         """
-        if (self.state / MANIFEST).is_file():
+        if os.path.lexists(self.state / MANIFEST):
             return read_manifest(self.path)
 
         return None
@@ -276,8 +277,9 @@ class RunFolder:
         else:
             _save_streamed(path, weights)
 
-    def write_summary(self, summary: Config) -> None:
-        """Write summary.json."""
+    def write_summary(self, summary: Document) -> None:
+        """Write summary.json, to which the number of rows of each table that was written is added."""
+        summary["table_rows"] = summary.get("table_rows", {}) | self._rows
         write_json(self.path / "summary.json", summary)
 
     def write_trial(self, trial: Config) -> None:
@@ -286,6 +288,7 @@ class RunFolder:
 
     def write_table(self, name: str, rows: Sequence[Config]) -> None:
         """Write a CSV file with the columns of all rows in order of appearance; no cell is a formula (`as_cell`)."""
+        self._rows[name] = len(rows)
         columns = dict.fromkeys(chain.from_iterable(rows))
         text = csv_text(columns, ([row.get(name, "") for name in columns] for row in rows))
         write_atomic(self.path / name, text.encode())

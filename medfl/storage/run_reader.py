@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from os.path import lexists
 from pathlib import Path
 from typing import Self
 
@@ -143,13 +144,13 @@ class RunReader:
     def summary(self) -> Config:
         """`summary.json`, {} if the run did not get that far."""
         file = self.path / "summary.json"
-        return read_summary(file) if file.is_file() else {}
+        return read_summary(file) if lexists(file) else {}
 
     @cached_property
     def manifest(self) -> Config | None:
         """`state/manifest.json`, None before the first round is committed."""
         file = self.path / "state" / MANIFEST
-        return read_manifest(self.path) if file.is_file() else None
+        return read_manifest(self.path) if lexists(file) else None
 
     @cached_property
     def prediction_table(self) -> Table | None:
@@ -163,13 +164,22 @@ class RunReader:
 
     def _table(self, name: str, columns: Sequence[str] = ()) -> Table | None:
         path = self.path / name
-        return Table(path, read_rows(path, columns)) if path.is_file() else None
+        if not lexists(path):
+            return None
+
+        table = Table(path, read_rows(path, columns))
+        count = len(table.rows)
+        recorded = (self.final_summary.get("table_rows") or {}).get(name, count)
+        if count != recorded:
+            raise table.damaged(f"changed since the run ended: {count} rows, not {recorded}")
+
+        return table
 
     @cached_property
     def promised(self) -> Config | None:
         """`calibration.json`, None if the run is not calibrated."""
         file = self.path / CALIBRATION
-        return read_calibration(file) if file.is_file() else None
+        return read_calibration(file) if lexists(file) else None
 
     def sha256_of(self, which: str) -> str:
         """Return the recorded SHA-256 of the "last" or "best" weights, "" if the run was interrupted."""

@@ -1,7 +1,5 @@
 """A site and its local training loop."""
 
-from __future__ import annotations
-
 from medfl.training.layers import (
     NORMS,
     evaluating,
@@ -31,31 +29,3 @@ from medfl.training.site import (
     trainable,
     zeros_of,
 )
-
-__all__ = [
-    "NORMS",
-    "Feed",
-    "FitReport",
-    "GradientHook",
-    "Host",
-    "LocalSettings",
-    "Networks",
-    "Objective",
-    "Site",
-    "autocast",
-    "clip",
-    "copied",
-    "evaluating",
-    "fit",
-    "in_turn",
-    "merged",
-    "one_sample_safe",
-    "pull",
-    "push",
-    "snapshot",
-    "split_names",
-    "summed",
-    "train_only",
-    "trainable",
-    "zeros_of",
-]

@@ -641,7 +641,7 @@ def test_frames_without_a_place_are_refused_by_the_tag(tmp_path: Path, more: Any
 
 
 HOSTILE: dict[str, tuple[dict[Any, Any], str]] = {
-    "no rows": ({(0x0028, 0x0010): ("US", [0])}, "holds no"),
+    "no rows": ({(0x0028, 0x0010): ("US", [0])}, "ends before its .* Rows"),
     "frames without end": ({(0x0028, 0x0008): ("IS", "999999999")}, "more than 65536 frames"),
     "fewer than no frames": ({(0x0028, 0x0008): ("IS", "-1")}, "holds no|cannot be read"),
     "an empty table": ({VOI_LUT: ("SQ", [{CENTRE: ("DS", "1")}]), MODALITY_LUT: ("SQ", [{}])}, "cannot be read"),
@@ -787,3 +787,56 @@ def test_frames_of_two_b_values_or_stacks_are_said(tmp_path: Path) -> None:
     stacks = [{(0x0020, 0x9056): ("SH", name)} for name in "1122"]
     volume = read_volume(frames_with(tmp_path / "s", stacks, (0x0020, 0x9111)))
     assert "differ in (0020,9056) StackID" in volume.meta[CHANGES]
+
+
+@pytest.mark.parametrize("end", [0, 160, 220, -30])
+def test_a_slice_whose_file_is_empty_or_cut_in_its_header_is_not_passed_over(
+    tmp_path: Path, end: int
+) -> None:
+    """The last one was missing in the volume, without a word."""
+    folder = series(tmp_path / "s", *((PIXELS, {}) for _ in range(3)))
+    file = tmp_path / "s" / "7.dcm"
+    file.write_bytes(file.read_bytes()[:end])
+    with pytest.raises(InputError, match=r"7\.dcm"):
+        read_volume(folder)
+
+
+def test_dicom_files_that_are_no_images_are_no_series(tmp_path: Path) -> None:
+    structures = {
+        (0x0008, 0x0016): ("UI", "1.2.840.10008.5.1.4.1.1.481.3"),
+        (0x0008, 0x0060): ("CS", "RTSTRUCT"),
+    }
+    write(tmp_path / "m" / "x.dcm", structures)
+    with pytest.raises(InputError, match="no DICOM series in its 1 files; .* which RTSTRUCT"):
+        read_volume(str(tmp_path / "m"))
+
+    folder = series(tmp_path / "s", (PIXELS, {}))
+    write(tmp_path / "s" / "x.dcm", structures)
+    assert read_volume(folder).shape == (1, 4, 3, 1)
+
+
+def test_segments_are_said_by_name_and_fractions_are_no_mask(tmp_path: Path) -> None:
+    """Of one file the liver is 1, of another the tumour: the number says nothing of which."""
+    segments = [
+        {(0x0062, 0x0004): ("US", [number]), (0x0062, 0x0005): ("LO", label)}
+        for number, label in enumerate(("liver", "tumour; left"), 1)
+    ]
+    kind, names = (0x0062, 0x0001), (0x0062, 0x0002)
+    of_one = {(0x0062, 0x000A): ("SQ", [{(0x0062, 0x000B): ("US", [2])}])}
+    groups = {
+        (0x5200, 0x9230): (
+            "SQ",
+            [{(0x0020, 0x9113): ("SQ", [{POSITION: ("DS", "0\\0\\0")}]), **of_one}],
+        )
+    }
+    for name, more, told in (
+        ("one", {(0x0028, 0x0008): ("IS", "1"), **groups}, "its header calls 1 'tumour, left'"),
+        ("map", {}, "its header calls 1 'liver', 2 'tumour, left'"),
+    ):
+        file = slice_of(PIXELS % 2, 0, {kind: ("CS", "BINARY"), names: ("SQ", segments), **more})
+        write(tmp_path / name / "x.dcm", file)
+        assert read_volume(str(tmp_path / name)).meta[CHANGES].partition("; ")[0] == told
+
+    write(tmp_path / "f" / "x.dcm", slice_of(PIXELS, 0, {kind: ("CS", "FRACTIONAL")}))
+    with pytest.raises(InputError, match=r"fractions by \(0062,0001\) SegmentationType"):
+        read_volume(str(tmp_path / "f"))

@@ -523,7 +523,7 @@ def test_a_column_that_seems_to_divide_the_images_is_told(
     assert any("column 'part' is not used" in note for note in found.notes) == told
 
 
-@pytest.mark.parametrize("code", ["-999", "-9", "9999.0"])
+@pytest.mark.parametrize("code", ["-999", "-9", "9999.0", "-1", "-88", "-1.0"])
 def test_a_number_that_says_unknown_is_told(tmp_path: Path, code: str) -> None:
     """It was learned as a measurement."""
     rows = [f"{n},{n + 0.5 if n % 3 else code}" for n in range(6)]
@@ -562,3 +562,53 @@ def test_findings_in_one_cell_are_told_also_if_none_is_alone(tmp_path: Path, bet
 def test_a_name_that_says_nothing_is_told(tmp_path: Path, name: str) -> None:
     found = read(tmp_path, f"file,label\n0,a\n1,b\n2,{name}\n")
     assert f"taken as names of classes: {name!r}; only an empty cell says no class" in found.notes
+
+
+def test_the_only_number_below_0_is_no_code_where_others_are(tmp_path: Path) -> None:
+    rows = [f"{n},{-n}.5" for n in range(6)]
+    rows[1] = "1,-1"
+    assert not any("nobody knows" in n for n in read(tmp_path, "\n".join(["file,z", *rows])).notes)
+
+
+@pytest.mark.parametrize("name", ["fold", "is_train", "Split", "kfold", "test", "val_set"])
+def test_a_column_that_divides_the_images_by_numbers_is_no_finding(
+    tmp_path: Path, name: str
+) -> None:
+    """`is_train` became a finding to be predicted, and beside classes it was passed over without a word."""
+    rows = [f"{n},{n % 2},{int(n % 3 == 0)},{int(n < 4)}" for n in range(6)]
+    found = read(tmp_path, "\n".join([f"file,Mass,Effusion,{name}", *rows]))
+    assert found.names == ("Mass", "Effusion")
+    assert any(note.startswith(f"column {name!r} is not used") for note in found.notes)
+
+    rows = [f"{n},{'ab'[n % 2]},{n % 3}" for n in range(6)]
+    found = read(tmp_path, "\n".join([f"file,label,{name}", *rows]))
+    assert any(note.startswith(f"column {name!r} is not used") for note in found.notes)
+
+
+def test_a_column_of_tests_is_a_finding(tmp_path: Path) -> None:
+    rows = [f"{n},{n % 2},{int(n % 3 == 0)}" for n in range(6)]
+    found = read(tmp_path, "\n".join(["file,covid_test,Mass", *rows]))
+    assert found.names == ("covid_test", "Mass")
+    assert not any("is not used" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("end", "line"), [('2,"odd\n3,b\n4,a\n5,b\n', 4), ('2,"odd\n3,b\n4,"odd\n5,b\n', 4)]
+)
+def test_a_quotation_mark_without_its_other_takes_no_rows(
+    tmp_path: Path, end: str, line: int
+) -> None:
+    """All rows up to the next mark, or the end, became one cell, a class of its own."""
+    with pytest.raises(InputError, match=rf"a quotation mark in line {line}"):
+        read(tmp_path, f"file,label\n0,a\n1,b\n{end}")
+
+    text = 'file,label\n0,"a ""x"" b"\n1,"two\nlines"\n2,5" lesion\n3,"a ""x"" b"\n'
+    assert {*read(tmp_path, text).classes.values()} == {'a "x" b', "two lines", '5" lesion'}
+
+
+@pytest.mark.parametrize("name", ["4-Mar", "2024-03-04", "2024-03-04 00:00:00"])
+def test_names_of_classes_that_a_program_respelled_are_told(tmp_path: Path, name: str) -> None:
+    names = (name, "none", "3-4")
+    rows = [f"{n},{names[n % 3]}" for n in range(6)]
+    told = read(tmp_path, "\n".join(["file,label", *rows])).notes
+    assert any(f"a spreadsheet may have made {name!r}" in note for note in told)

@@ -499,3 +499,13 @@ def test_digits_that_float32_loses_are_said(tmp_path: Path) -> None:
     assert read_volume(stored).meta[CHANGES] == "values lose digits in float32; "
     for exact in (values - 1e9, values.astype(np.float32), IMAGE.astype(np.int32)):
         assert read_volume(nifti(tmp_path / "y.nii.gz", exact)).meta[CHANGES] == ""
+
+
+def test_the_names_of_structures_in_a_header_are_said(tmp_path: Path) -> None:
+    """3D Slicer numbers them in the order of drawing: 1 may be the liver in one file, the tumour in another."""
+    path = Path(itk(tmp_path / "x.seg.nrrd"))
+    content = path.read_bytes()
+    end = content.index(b"kinds:")
+    text = b"Segment0_LabelValue:=2\nSegment0_Name:=tumour\nSegment1_LabelValue:=1\nSegment1_Name:=liver\n"
+    path.write_bytes(content[:end] + text + content[end:])
+    assert read_volume(str(path)).meta[CHANGES] == "its header calls 1 'liver', 2 'tumour'; "

@@ -311,3 +311,24 @@ def test_what_a_run_says_of_a_table_a_check_says_too(tmp_path: Path) -> None:
     found = check(PreflightOptions(str(tmp_path / "bundle"), str(tmp_path), folder=tmp_path))
     assert "24 names of images differ from the table's in zeros" in said(found, "data")
     assert "patients are not known" in said(found, "data")
+
+
+def test_pictures_that_are_turned_by_exif_are_told_beside_their_masks(tmp_path: Path) -> None:
+    """`medfl new` and `data check` said so, a partner's own check did not."""
+    for case in range(12):
+        for folder in ("images", "masks"):
+            (tmp_path / folder).mkdir(exist_ok=True)
+            pixels = np.zeros((16, 16), np.uint8)
+            pixels[: 2 + case % 4, :8] = 1 if folder == "masks" else 9 + case
+            picture = Image.fromarray(pixels)
+            exif = picture.getexif()
+            if folder == "images" and case < 5:
+                exif[274] = 6
+            picture.save(tmp_path / folder / f"c{case:02d}.png", exif=exif)
+
+    starter.write(
+        tmp_path / "bundle", starter.survey(tmp_path / "images", tmp_path / "masks"), size=16
+    )
+    found = check(PreflightOptions(str(tmp_path / "bundle"), str(tmp_path), folder=tmp_path))
+    told = "the image is turned upright by its EXIF, the mask is as stored, in 5 files"
+    assert told in "\n".join(line.text for line in found.lines)

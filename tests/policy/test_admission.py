@@ -13,7 +13,7 @@ from medfl.bundle.bundle import Bundle
 from medfl.cli import main
 from medfl.core.errors import InputError
 from medfl.policy import admission
-from medfl.policy.inspection import inspect
+from medfl.policy.inspection import Inspection, inspect
 from medfl.policy.policy import Policy
 from tests.zoo.build import ZOO
 
@@ -89,6 +89,31 @@ def test_a_line_that_a_command_does_not_read_does_not_refuse_it(
     (root / "configs" / "evaluate.json").write_text(json.dumps({"x": "$__import__('os')"}))
     assert command(root, *data(root), "--out", tmp_path / "b") == 2
     assert inspect(root, Policy(files={"configs/inference.json": "0" * 64})).refused(()) != []
+
+
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_a_configuration_that_is_swapped_after_its_inspection_is_not_evaluated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_pinned: bool
+) -> None:
+    """It was inspected, or compared with its pin, and then read again by its path."""
+    root = built(tmp_path)
+    policy = inspect(root).policy(Policy()) if is_pinned else Policy()
+
+    def swapping(folder: Path, policy: Policy) -> Inspection:
+        found = inspect(folder, policy)
+        hostile(root, tmp_path)
+        return found
+
+    monkeypatch.setattr(admission, "inspect", swapping)
+    with pytest.raises(
+        InputError, match=r"train\.\w+ cannot be read \(it changed after its inspect"
+    ):
+        Bundle(str(root), policy=policy)
+    assert not (tmp_path / "mark").exists()
+
+    monkeypatch.setattr(admission, "inspect", inspect)
+    with pytest.raises(InputError, match="two underscores"):
+        Bundle(str(root))
 
 
 def test_what_is_trusted_behind_the_walls_has_not_the_users_rights(

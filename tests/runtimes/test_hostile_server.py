@@ -15,11 +15,14 @@ import torch
 
 from medfl.core.errors import RunError
 from medfl.core.message import is_finite
+from medfl.data.prepared import Stacked
 from medfl.methods import load
+from medfl.methods.fedhelp import FedHelp
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.monai_fl.client import MedflClientAlgo
 from tests.runtimes.test_guard import site
 from tests.runtimes.test_monai_fl import NEED_A_BUNDLE, broadcast, said
+from tests.support.grey_squares import QUICK, images, network, quick
 from tests.support.sweeps import mostly_slow
 from tests.support.toy import (
     CLASSIFYING,
@@ -33,7 +36,7 @@ from tests.support.toy import (
 FEW = ("fedavg", "fedbm", "fedproto", "fedsm", "l2gd", "scaffold")
 LONG = 20
 """Seconds for one answer, of which an honest one takes a hundredth."""
-LIES: dict[str, Callable[[torch.Tensor], torch.Tensor | None]] = {
+LIES: dict[str, Callable[[torch.Tensor], Any]] = {
     "missing": lambda t: None,
     "empty": lambda t: t.reshape(-1)[:0],
     "flat": lambda t: t.reshape(-1),
@@ -43,6 +46,11 @@ LIES: dict[str, Callable[[torch.Tensor], torch.Tensor | None]] = {
     "double": lambda t: t.double(),
     "true": lambda t: t > 0,
     "NaN": lambda t: torch.full_like(t.double(), torch.nan).to(t.dtype),
+    "sparse": lambda t: t.to_sparse(),
+    "without an end": lambda t: t.reshape(-1)[:1].expand(2**40),
+    "described": lambda t: t.to("meta"),
+    "words": lambda t: "x" * 2**20,
+    "turned": lambda t: t.T if t.ndim == 2 else t.flip(0),
     "huge": lambda t: torch.full_like(t.double(), 3e38).to(t.dtype),
     "negative": lambda t: -t.double().abs().add(1).mul(1e6).to(t.dtype),
 }
@@ -101,6 +109,39 @@ def test_a_site_refuses_by_name_or_trains_and_keeps_its_state(method: str) -> No
     options = {**WITHOUT_IMAGES.get(method, {}), **OPTIONS.get(method, {})}
     record = run_record(method=method, options=options)
     made = Federation(ToyBundle(), load(method, options), record, public=public_blobs())
+    _refuses_or_trains(made)
+
+
+class Pictures(ToyBundle):
+    """Grey squares, of which a generator can make more."""
+
+    def prepared(self, section: str, *, jobs: int = 1, progress: bool = False) -> Stacked:
+        x, y = images({section: 12})[section]
+        return Stacked(
+            [{"id": f"{section}{i}", "label": int(label)} for i, label in enumerate(y)], x, y
+        )
+
+
+def test_a_site_refuses_a_generator_that_does_not_fit_it() -> None:
+    record = run_record(method="fedbm", options=QUICK)
+    made = Federation(Pictures(network=network), quick(g_start=0), record)
+    told = broadcast(made, "x").weights
+    assert {"generator", "scalars", "weights"} <= {key.partition("/")[0] for key in told}
+    _refuses_or_trains(made)
+
+
+@pytest.mark.parametrize("large", ["x", "y"])
+def test_a_site_of_fedhelp_refuses_by_name_or_trains(
+    large: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a large site and as a small one; in a bundle the large network is another one."""
+    monkeypatch.setattr(FedHelp, "site_networks", lambda _, names: dict.fromkeys(names, {}))
+    record = run_record(method="fedhelp", options={"large": large})
+    method = load("fedhelp", {"large": large})
+    _refuses_or_trains(Federation(ToyBundle(), method, record, public=public_blobs(classes=3)))
+
+
+def _refuses_or_trains(made: Federation) -> None:
     told = broadcast(made, "x").weights
     for what, weights in lies(told):
         algo = site(made)

@@ -371,6 +371,20 @@ def test_masks_of_numbered_objects_are_told(tmp_path: Path) -> None:
 
     told = starter.survey(tmp_path / "images", tmp_path / "masks").notes
     assert any("numbered objects (cells, nuclei)" in note for note in told)
+    # some of them were removed again
+    for case, path in enumerate(sorted((tmp_path / "masks").iterdir())):
+        mask = np.zeros((8, 8), np.uint8)
+        numbers = [number for number in range(1, 9 + case % 5) if number % 4 != case % 4]
+        mask.flat[: len(numbers)] = numbers
+        Image.fromarray(mask).save(path)
+
+    told = starter.survey(tmp_path / "images", tmp_path / "masks").notes
+    assert any("numbered objects (cells, nuclei)" in note for note in told)
+    for case, path in enumerate(sorted((tmp_path / "masks").iterdir())):
+        mask = np.zeros((8, 8), np.uint8)
+        mask.flat[: case % 5 + 1] = np.arange(1, case % 5 + 2)
+        Image.fromarray(mask).save(path)
+
     named = starter.survey(tmp_path / "images", tmp_path / "masks", names=["a", "b", "c", "d", "e"])
     assert not any("numbered objects" in note for note in named.notes)
 
@@ -439,3 +453,38 @@ def test_swapped_folders_and_masks_without_classes_are_told(tmp_path: Path) -> N
         starter.survey(data / "images", data / "masks")
     data = pairs(tmp_path / "grey", 200)
     assert starter.survey(data / "images", data / "masks").mask_values == (0, 200)
+
+
+def test_names_of_classes_beyond_16_bits_are_written_so_that_a_bundle_reads_them(
+    tmp_path: Path,
+) -> None:
+    """JSON has two escapes for one of them, which YAML refuses: the bundle could not be opened."""
+    classes(tmp_path / "data", "healthy \u2764\ufe0f", "tumour \U0001f9e0")
+    folder = starter.write(tmp_path / "b", starter.survey(tmp_path / "data"))
+    assert check_folder(str(folder), tmp_path / "data").classes[1] == "tumour \U0001f9e0"
+
+
+@pytest.mark.parametrize("are_images", [True, False])
+def test_pictures_with_volumes_as_masks_are_refused_as_such(
+    tmp_path: Path, are_images: bool
+) -> None:
+    """It was said that files end in `.gz`, and that they are to end in `.nii.gz`."""
+    (tmp_path / "images").mkdir()
+    (tmp_path / "masks").mkdir()
+    for case in range(3):
+        picture(tmp_path / ("images" if are_images else "masks") / f"c{case}.png")
+        place = tmp_path / ("masks" if are_images else "images") / f"c{case}.nii.gz"
+        place.write_bytes(b"\x1f\x8b")
+
+    allowed = r"\.gz; files that end in [a-z., ]*\.tiff; convert"
+    if not are_images:
+        allowed = r"\.png; files that end in [a-z., ]*\.mha, or folders"
+
+    with pytest.raises(InputError, match=f"masks has no image: its files end in {allowed}"):
+        starter.survey(tmp_path / "images", tmp_path / "masks")
+
+
+def test_files_named_as_if_they_were_in_an_archive_are_left_out_and_told(tmp_path: Path) -> None:
+    classes(tmp_path, "a", "b")
+    picture(tmp_path / "a" / "scans.zip!x.png")
+    assert any("1 pipes, devices, or names" in note for note in starter.survey(tmp_path).notes)

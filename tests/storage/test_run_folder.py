@@ -7,6 +7,7 @@ import errno
 import io
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import MappingProxyType
 
@@ -15,8 +16,9 @@ import torch
 
 from medfl.core.errors import InputError, RunError
 from medfl.storage.files import load_state, load_weights, save_state
-from medfl.storage.run_documents import read_rows
+from medfl.storage.run_documents import read_rows, require_plain
 from medfl.storage.run_folder import RunFolder
+from medfl.storage.run_reader import RunReader
 from tests.support.toy import bits, run_record
 
 
@@ -297,6 +299,7 @@ def test_weights_and_summary(folder: RunFolder) -> None:
     assert json.loads((folder.path / "summary.json").read_text()) == {
         "status": "finished",
         "names": ["a", "b"],
+        "table_rows": {},
     }
 
 
@@ -348,3 +351,47 @@ def test_a_manifest_of_medfl_0_6_has_the_rounds_in_the_names_of_files(folder: Ru
     assert again.newest_state("c") is None
     commit(again, 3, server(3), {"a": {"x": 3}}, {})
     assert again.manifest()["rounds"] == {"a": 3, "b": 2}
+
+
+@pytest.mark.parametrize("name", ["sites.csv", "predictions.csv"])
+@pytest.mark.parametrize("change", [lambda lines: lines[:-1], lambda lines: [*lines, lines[-1]]])
+def test_a_table_that_was_cut_or_doubled_after_the_run_is_refused(
+    tmp_path: Path, name: str, change: Callable[[list[str]], list[str]]
+) -> None:
+    """Reports, comparisons and exports took what was left of it as all."""
+    folder = RunFolder(tmp_path)
+    (tmp_path / "run.json").write_text("{}")
+    folder.write_table(name, [{"site": n, "id": n} for n in "abc"])
+    folder.write_summary({"rounds": 1, "seconds": 1.0})
+    path = tmp_path / name
+
+    def read() -> object:
+        reader = RunReader(tmp_path)
+        return reader.sites if name == "sites.csv" else reader.prediction_table
+
+    assert read()
+    path.write_text("".join(change(path.read_text().splitlines(keepends=True))))
+    with pytest.raises(InputError, match=rf"{name} changed since the run ended"):
+        read()
+
+    # its columns may be sorted, or others be added
+    path.write_text("x,site,id\n,a,a\n,b,b\n,c,c\n")
+    assert read()
+
+
+@pytest.mark.parametrize(
+    "name", ["summary.json", "predictions.csv", "calibration.json", "rounds.jsonl"]
+)
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_file_is_not_taken_for_missing(
+    tmp_path: Path, name: str, make: Callable[[Path], object]
+) -> None:
+    """A folder called summary.json made an ended run an unfinished one."""
+    (tmp_path / "run.json").write_text("{}")
+    make(tmp_path / name)
+    reader = RunReader(tmp_path)
+    with pytest.raises(InputError, match=rf"{name}(:| it cannot be read| is a link)"):
+        _ = (reader.summary, reader.prediction_table, reader.promised, reader.rounds)
+
+    with pytest.raises(InputError, match=name):
+        require_plain(tmp_path)

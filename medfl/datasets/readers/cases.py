@@ -25,6 +25,10 @@ COLUMNS = {
     "section": ("section",),
 }
 """What tables call the columns about a case."""
+DIVIDING = re.compile(
+    rf"(is_|in_)?(k?folds?|split|subset|partition|training|{'|'.join(sorted(SECTION_NAMES))})(_(set|id))?[0-9]*"
+)
+"""The names of columns that divide images, by whatever values."""
 NOTHING = {"nan", "none", "na", "n/a", "null"}
 """What some programs write for a missing value."""
 Rows = Mapping[str, Mapping[str, str]]
@@ -53,7 +57,12 @@ def unused_sections(rows: Sequence[Mapping[str, str]], used: Collection[str] = (
     for name in rows[0] if rows else ():
         # "Test set", "test_2" and "TEST" all begin with the word
         words = {re.split(r"[\W\d_]", str(row.get(name) or "").lower())[0] for row in rows} - {""}
-        if words and words <= SECTION_NAMES and head(name) != "section" and name not in used:
+        is_named_so = bool(words) and words <= SECTION_NAMES
+        if (
+            (is_named_so or DIVIDING.fullmatch(head(name)))
+            and head(name) != "section"
+            and name not in used
+        ):
             lines.append(
                 f"column {name!r} is not used: to take the sections from it, call it section, and its values train, "
                 "validate and test"

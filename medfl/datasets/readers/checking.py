@@ -14,7 +14,7 @@ from medfl.core import SECTIONS, Document, InputError, bar
 from medfl.datasets.base import choose, get, is_phantom, layout_of, notes, read_table
 from medfl.datasets.readers import pairs, volumes
 from medfl.datasets.readers.mask_values import Classes
-from medfl.datasets.readers.reading import is_turned, read_pixels
+from medfl.datasets.readers.reading import read_pixels, turned
 from medfl.datasets.readers.splitting import Record
 
 
@@ -185,7 +185,7 @@ def read_case(
     """
     uri = record.image
     case: tuple[object, ...]
-    turned = ""
+    change = ""
     if as_volumes and record.mask:
         case = volumes.read_pair(uri, record.mask, classes, channels)
     elif as_volumes:
@@ -194,12 +194,11 @@ def read_case(
         case = pairs.read_pair(
             uri, record.mask, channels=channels, classes=classes, convert=convert
         )[:2]
-        if is_turned(uri):
-            turned = "the image is turned upright by its EXIF, the mask is as stored; "
+        change = turned(uri)
     else:
         case = (read_pixels(uri, None, channels, convert),)
 
-    return case, turned + volumes.changes_of(*case)
+    return case, change + volumes.changes_of(*case)
 
 
 def read_all(

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -161,6 +161,9 @@ def read(folder: str) -> tuple[Array, Affine, str]:
                 "export it as single slices, or convert it to NIfTI with its true place",
             )
 
+        if header.text("SegmentationType") == "FRACTIONAL":
+            raise ValueError(f"its values are fractions by {_named('SegmentationType')}")
+
     frames = [frame for file, header in headers.items() for frame in _frames(file, header)]
     for keyword in _SAME:
         stated = _stated(frames, keyword)
@@ -183,21 +186,36 @@ def read(folder: str) -> tuple[Array, Affine, str]:
 
         padded[place] = _padding(stored[number], header)
 
-    changes = []
+    changes = called(_segments(frames[0].header))
     if padded.any() and not padded.all():
         voxels[padded] = voxels[~padded].min()
-        changes.append(f"{_named('PixelPaddingValue')} is read as the least other value")
+        changes += f"{_named('PixelPaddingValue')} is read as the least other value; "
 
     for keyword in _SAID:
         if len(_stated(frames, keyword)) > 1:
-            changes.append(f"slices that differ in {_named(keyword)} are read as one volume")
+            changes += f"slices that differ in {_named(keyword)} are read as one volume; "
 
     are_scaled = {frame.header.is_scaled for frame in frames}
     if False in are_scaled and (True in are_scaled or frames[0].header.text("Modality") in _SCALED):
-        changes.append(f"values without {_named('RescaleSlope')} are read as stored")
+        changes += f"values without {_named('RescaleSlope')} are read as stored; "
 
     # Slices and rows come first in files, columns in a volume.
-    return voxels.T, affine, "; ".join(changes)
+    return voxels.T, affine, changes
+
+
+def called(names: Iterable[tuple[int, str]]) -> str:
+    """Return which structure has which value by its header, in which files may differ, and a semicolon after it."""
+    texts = [f"{value} {name.replace(';', ',')!r}" for value, name in sorted(names)]
+    return f"its header calls {', '.join(texts)}; " * bool(texts)
+
+
+def _segments(header: Header) -> Iterator[tuple[int, str]]:
+    """Yield the values and names of a segmentation's structures: 1 for one in bits, of a label map their numbers."""
+    referenced = header.whole("ReferencedSegmentNumber")
+    for segment in header.items("SegmentSequence"):
+        number = segment.whole("SegmentNumber")
+        if number == (referenced or number):
+            yield 1 if referenced else number, segment.text("SegmentLabel")
 
 
 # Headers
@@ -207,7 +225,7 @@ def _series(folder: str) -> Mapping[str, Header]:
     """Return the files of the one series in a folder with their headers."""
     series = defaultdict[str, dict[str, Header]](dict)
     paths = [os.path.join(folder, name) for name in sorted(os.listdir(folder))]
-    files = [*filter(os.path.isfile, paths)]
+    files = [file for file in paths if os.path.isfile(file) and os.path.basename(file)[0] != "."]
     for file in files:
         header = _header(file) if os.path.basename(file) != "DICOMDIR" else None
         if header is not None:
@@ -228,7 +246,9 @@ def _series(folder: str) -> Mapping[str, Header]:
         problem = f"folder {folder} holds {len(series)} DICOM series: {' and '.join(descriptions)}"
 
     raise InputError(
-        problem, "a folder holds the files of one series", "keep one series in each folder"
+        problem,
+        "a folder holds the files of one series of images, which RTSTRUCT, reports and presentation states are not",
+        "keep one series in each folder, or convert what has no image",
     )
 
 
@@ -236,16 +256,22 @@ def _header(file: str) -> Header | None:
     """Return the header of a DICOM image, None for a file of another kind.
 
     Raises:
-        InputError: it begins as DICOM, but cannot be read, or its header is packed.
+        InputError: it begins as DICOM, but cannot be read, or its header is packed; it is empty, or should be an image
+            and has no size, as if cut off.
     """
     try:
         header = Header((_dataset(file, stop_before_pixels=True, defer_size=_LARGE),))
         voxels = header.voxels
+        kind = header.get("SOPClassUID")
+        should_be_image = kind is None or "Image" in kind.name
     except Exception as error:  # whatever pydicom stumbles over
         if is_dicom(file):
             raise _damaged(file, error) from error
 
         return None
+
+    if not voxels and (should_be_image if is_dicom(file) else not os.path.getsize(file)):
+        raise _damaged(file, ValueError(f"it is empty, or ends before its {_named('Rows')}"))
 
     return header if voxels else None
 

@@ -78,6 +78,8 @@ _OF_FILES = {
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 _CODE = re.compile(r"(-9+|9{3,})(\.0*)?")
 """What stands in some tables for a number that nobody knows."""
+_ALONE = re.compile(r"(-[0-9]+|9{3,})(\.0*)?")
+"""The same where only one number is below 0."""
 _COMMA = re.compile(r"[+-]?(\d{1,3}(\.\d{3})+|\d+),\d+")
 _WITH_UNIT = re.compile(r"[+-]?\d+([.,]\d+)?\s*[^\W\d_%][\w/²³]*|[+-]?\d+([.,]\d+)?\s*%")
 _UNIT = re.compile(
@@ -473,7 +475,10 @@ class _Table:
                     raise self._wrong(column, row, _A_NUMBER)
 
             by_column.append(numbers)
-            for code, count in Counter(filter(_CODE.fullmatch, self._lower(column))).items():
+            below = {cell for cell in self._lower(column) if cell.startswith("-")}
+            pattern = _CODE if len(below) > 1 else _ALONE
+            codes = filter(pattern.fullmatch, self._lower(column))
+            for code, count in Counter(codes).items():
                 notes.append(
                     f"column {column!r} has {code} in {count} rows: leave these empty if nobody knows"
                 )
@@ -624,7 +629,10 @@ def _rows_of(columns: Sequence[Sequence[float]]) -> list[tuple[float, ...]]:
 def _is_about_cases(name: str) -> bool:
     """Tell whether a column says something of a case or its file, and not of what the image shows."""
     spelled = head(name)
-    return spelled in _OF_CASES or not _OF_FILES.isdisjoint(re.split(r"[\W_]+", spelled))
+    if spelled in _OF_CASES or cases.DIVIDING.fullmatch(spelled):
+        return True
+
+    return not _OF_FILES.isdisjoint(re.split(r"[\W_]+", spelled))
 
 
 def _is_mark(cell: str) -> bool:
@@ -786,7 +794,7 @@ def read(path: Path, images: Sequence[str], wanted: Wanted | None = None) -> Lab
             f"taken as names of classes: {listed(words)}; only an empty cell says no class"
         )
 
-    notes += repeated(names)
+    notes += [*repeated(names), *filter(None, [respelled(names)])]
     parts_of = {name: {*re.split(r"\s*[;,/+]\s*", name)} for name in names}
     counts = Counter(itertools.chain(*parts_of.values()))
     for name, parts in parts_of.items():

@@ -87,8 +87,9 @@ def _version(path: str | Path) -> tuple[int, int]:
 
 
 def is_text(name: str) -> bool:
-    """Tell whether a file's name is valid text, and does not contain what joins the URIs of several files."""
-    return JOINED not in name and not any("\ud800" <= character <= "\udfff" for character in name)
+    """Tell whether a file's name is valid text, and does not contain what parts or joins URIs."""
+    is_uri = JOINED in name or _INSIDE.fullmatch(name)
+    return not is_uri and not any("\ud800" <= character <= "\udfff" for character in name)
 
 
 def is_odd(path: str) -> bool:
@@ -423,12 +424,13 @@ def opened(uri: str) -> Iterator[ImageFile]:
             yield image
 
 
-def is_turned(uri: str) -> bool:
-    """Tell whether a picture is turned upright by its EXIF."""
+def turned(uri: str) -> str:
+    """Return what is said of a picture beside its mask if its EXIF turns it, "" otherwise."""
     with suppress(ValueError), opened(uri) as image:
-        return orientation(image) != 1
+        if orientation(image) != 1:
+            return "the image is turned upright by its EXIF, the mask is as stored; "
 
-    return False  # no picture but a DICOM file
+    return ""  # also of a DICOM file
 
 
 def _text(path: str, part: str) -> bytes:

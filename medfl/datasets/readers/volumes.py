@@ -77,6 +77,11 @@ _SPACING = re.compile(
     rb"^(?:spacings:|space directions:|Element(?:Spacing|Size)[ \t]*=)(.*)",
     re.MULTILINE | re.IGNORECASE,
 )
+_SEGMENT = re.compile(
+    rb"^Segment(\d+)_LabelValue:=(\d{1,9})\r?\n(?:.*\n){0,9}?Segment\1_Name:=(.*?)\r?$",
+    re.MULTILINE,
+)
+"""What 3D Slicer writes of a structure, in the order of these keys."""
 _HEAD = 1 << 16  # bytes at a file's beginning in which its header ends
 _PLACE = words_of("""
     xyzt_units qform_code sform_code quatern_b quatern_c quatern_d qoffset_x qoffset_y qoffset_z
@@ -292,8 +297,7 @@ def _read(uri: str) -> _Raw:
     kind = uri[len(bare(uri)) :].lower()
     with refusing(f"volume {uri} cannot be read", _READABLE, "copy the file again, or convert it"):
         if os.path.isdir(uri):
-            voxels, affine, changes = dicom.read(uri)
-            raw = _Raw(voxels, affine, f"{changes}; " * bool(changes))
+            raw = _Raw(*dicom.read(uri))
         elif not os.path.exists(path):
             raise ValueError("no such file or folder")
         elif not kind:
@@ -399,6 +403,11 @@ def _itk(path: str, kind: str) -> _Raw:
 
     # The arrays of SimpleITK have the slices first.
     raw = _in_mm(voxels.T, dicom.affine_of(image), *units)
+    names = [
+        (int(value), name.decode(errors="replace")) for _, value, name in _SEGMENT.findall(head)
+    ]
+    raw = raw._replace(changes=raw.changes + dicom.called(names))
+
     spacing = _SPACING.search(head)
     steps = spacing[1].lower().split() if spacing else []
     # axes of channels have none; of what lacks it ITK makes 1
