@@ -226,7 +226,9 @@ def build(
     )
 
     with fits, torch.no_grad(), drawn:
-        parts = [encode(flat[i : i + _BATCH]).float().cpu() for i in range(0, len(flat), _BATCH)]
+        parts = []
+        for i in range(0, len(flat), _BATCH):
+            parts.append(encode(flat[i : i + _BATCH]).float().cpu())
 
     values = unit(torch.cat(parts)).reshape(len(text.concepts), len(text.prompts), -1)
     if plm in _OPEN_CLIP:

@@ -404,7 +404,10 @@ _DOMAINS: Mapping[str, Sequence[str]] = {
 def _tables(statistics: Config) -> int:
     """Return the number of tables and histograms that an image is in: at most those of one section."""
     # 1 is the number of images
-    counts = [1 + len(part["tables"]) + len(_channels(part)) for part in statistics.values()]
+    counts = []
+    for part in statistics.values():
+        counts.append(1 + len(part["tables"]) + len(_channels(part)))
+
     return max(counts, default=1)
 
 

@@ -92,7 +92,9 @@ def mask_overlays(
     `structures` are the foreground classes; `median` is the Dice over all the site's test cases, stored as the
     picture's mark.
     """
-    cuts = [planes(case.image, case.reference, case.prediction, case.geometry) for case in examples]
+    cuts = []
+    for case in examples:
+        cuts.append(planes(case.image, case.reference, case.prediction, case.geometry))
 
     has_names = any(plane.name for plane in chain.from_iterable(cuts))
     label = 0.18 if has_names else 0.0  # inches of the planes' names

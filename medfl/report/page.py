@@ -73,7 +73,9 @@ def context(run: RunFiles) -> Document:
                 gains[site] = value - local[site]
 
     pooled = run.pooled()
-    sizes = [(site, *(run.size(site, section) for section in SECTIONS)) for site in run.site_names]
+    sizes = []
+    for site in run.site_names:
+        sizes.append((site, *(run.size(site, section) for section in SECTIONS)))
 
     return {
         "run": {**record, "data": {**record["data"], "notes": _notes(record["data"])}},

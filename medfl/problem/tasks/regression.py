@@ -220,7 +220,9 @@ class NumberEvaluator(VectorEvaluator):
             raise misfit(shard, position, target, output)
 
         # case by case: a loss is the mean over its batch
-        losses = [self.loss(output[i : i + 1], target[i : i + 1]).cpu() for i in range(len(target))]
+        losses = []
+        for i in range(len(target)):
+            losses.append(self.loss(output[i : i + 1], target[i : i + 1]).cpu())
 
         predictions = output.reshape(len(output), -1).cpu().double()
         return predictions, target.reshape(len(target), -1).cpu().double(), torch.stack(losses)
