@@ -9,7 +9,7 @@ folder with a column that names the items (`image_id`, `image`, `file`, `id`, ..
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
@@ -65,10 +65,15 @@ def read(bundle: Problem, section: str, folder: str) -> dict[str, Document]:
             if isinstance(entry, Mapping):
                 cases[str(item["id"])] |= _columns(entry)
 
-    if folder and Path(folder).is_dir():
-        for rows in _tables(Path(folder)):
-            for ident, row in _by_name(rows, list(cases)).items():
-                cases[ident] = {**_columns(row), **cases[ident]}  # the data list takes precedence
+    paths = sorted(Path(folder).iterdir()) if folder and Path(folder).is_dir() else []
+    for path in paths:
+        rows = []
+        if path.is_file() and path.suffix.lower() in _SUFFIXES and path.stat().st_size <= _LARGEST:
+            with suppress(InputError):  # not a table
+                rows = read_csv(path, ())
+
+        for ident, row in _by_name(rows, list(cases)).items():
+            cases[ident] = {**_columns(row), **cases[ident]}  # the data list takes precedence
 
     present = set[str]().union(*cases.values())
     for name in COLUMNS:
@@ -153,13 +158,6 @@ def _years(text: str) -> float | str:
         return text
 
     return low if high >= _MOST else (low + high) / 2
-
-
-def _tables(folder: Path) -> Iterator[list[dict[str, str]]]:
-    for path in sorted(folder.iterdir()):
-        if path.is_file() and path.suffix.lower() in _SUFFIXES and path.stat().st_size <= _LARGEST:
-            with suppress(InputError):  # not a table
-                yield read_csv(path, ())
 
 
 def _file_name(path: str) -> str:

@@ -208,8 +208,11 @@ def _divide(args: Namespace, use: Use, readable: Sequence[Path], why: str) -> No
     private = required_cache("sandbox") / hashlib.sha256(first_path).hexdigest()[:16]
     variables = private_folders(private)
     programs = (*_COMPILERS, sys.prefix, sys.base_prefix) if use.compiles else ()
+    home = Path(os.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser())
+    # models from the hub, without the user's token beside them
+    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
     allowed = Allowed(
-        read=(*python_and_system(), *readable, cache_folder("embeddings"), _hub()),
+        read=(*python_and_system(), *readable, cache_folder("embeddings"), hub),
         write=(folder, private, *devices()),
         programs=tuple(map(Path, programs)),
         connect=tuple(use.ports),
@@ -372,9 +375,3 @@ def _texts(value: object) -> Iterator[str]:
     if isinstance(value, (list, tuple)):
         for member in value:
             yield from _texts(member)
-
-
-def _hub() -> Path:
-    """Return the folder of models from the hub, without the user's token beside it."""
-    home = Path(os.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser())
-    return Path(os.environ.get("HF_HUB_CACHE") or home / "hub")

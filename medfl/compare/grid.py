@@ -347,6 +347,9 @@ def _run(grid: Grid, cell: Cell, shared: Shared, of_grid: Launch) -> None:
     failure = cell.beside("failed")
     failure.unlink(missing_ok=True)
     request = _request(grid, cell)
+    method = methods.method_class(cell.entry.method)
+    # of one model, averaged over the sites
+    has_contributions = method.judged == "global" and methods.has_fedavg_server(method)
 
     with cell.beside("log").open("a", encoding="utf-8") as log:
         try:
@@ -355,7 +358,7 @@ def _run(grid: Grid, cell: Cell, shared: Shared, of_grid: Launch) -> None:
                 resume=(cell.folder / "run.json").is_file(),
                 jobs=1,
                 cross_site=of_grid.cross_site,
-                contribution=of_grid.contribution and _has_contributions(cell.entry.method),
+                contribution=of_grid.contribution and has_contributions,
                 untested=cell.untested,
                 command=f"a run of medfl compare {grid.bundle}",
                 say=partial(print, file=log, flush=True),
@@ -383,12 +386,6 @@ def _run(grid: Grid, cell: Cell, shared: Shared, of_grid: Launch) -> None:
 
             failure.write_text(text, "utf-8")
             sys.exit(code)
-
-
-def _has_contributions(name: str) -> bool:
-    """Tell whether contributions to a method's model can be estimated: one model, averaged over the sites."""
-    cls = methods.method_class(name)
-    return cls.judged == "global" and methods.has_fedavg_server(cls)
 
 
 def _exit_with(parent: BaseProcess | None) -> None:

@@ -22,9 +22,6 @@ from medfl.runtimes import Runtime
 if TYPE_CHECKING:
     from nvflare.fuel.flare_api.flare_api import Session
 
-_ADMIN = "admin@nvidia.com"
-_PROJECT = "example_project"
-
 
 @contextlib.contextmanager
 def _federation(folder: Path, sites: Sequence[str]) -> Iterator[Session]:
@@ -38,7 +35,8 @@ def _federation(folder: Path, sites: Sequence[str]) -> Iterator[Session]:
     from medfl.flare.parts import SIMULATED
 
     workspace = folder / "workspace"  # FLARE makes it and accepts no existing one
-    kits = workspace / _PROJECT / "prod_00"
+    admin = "admin@nvidia.com"
+    kits = workspace / "example_project" / "prod_00"
     folder.mkdir(parents=True)
     # FLARE lists the kits that it made in a file below HOME: this user's own stays unchanged
     _command(workspace, "prepare", "-c", *sites, HOME=str(folder))
@@ -48,7 +46,7 @@ def _federation(folder: Path, sites: Sequence[str]) -> Iterator[Session]:
     try:
         _command(workspace, "start")
         with contextlib.redirect_stdout(io.StringIO()):  # it prints that it connects
-            session = new_secure_session(_ADMIN, str(kits / _ADMIN))
+            session = new_secure_session(admin, str(kits / admin))
 
         with contextlib.closing(session):
             yield session
@@ -80,11 +78,11 @@ def _run_job(flare_folder: Path, job: str, clients: list[str], say: Print) -> Pa
     with _federation(folder, clients) as session:
         say(f"a FLARE server and {len(clients)} sites are up")
         number = session.submit_job(str(flare_folder / job))
-
-        def has_ended() -> bool:
-            return str(session.get_job_meta(number).get("status")).startswith("FINISHED")
-
-        follow(has_ended, flare_folder, say)
+        follow(
+            lambda: str(session.get_job_meta(number).get("status")).startswith("FINISHED"),
+            flare_folder,
+            say,
+        )
 
     return folder
 

@@ -18,7 +18,7 @@ from medfl.report.prediction_analysis import analyse_predictions
 from medfl.report.run_files import MODEL_KINDS, RunFiles
 from medfl.report.templating import rendered
 from medfl.storage import CONTRIBUTION, FOLDS, Table, read_rows, write_atomic
-from medfl.storage.run_documents import damaged
+from medfl.storage.run_documents import damaged, plan_in
 from medfl.storage.run_reader import SUMMARY_KINDS
 
 _SHOWN = words_of("""
@@ -107,6 +107,7 @@ def context(run: RunFiles) -> Document:
         "coverage_tables": coverage.tables_of(run.promised) if run.promised else [],
         **_pictures(run),
         "settings": _settings(record),
+        "plan": plan_in(run.path),
     }
 
 

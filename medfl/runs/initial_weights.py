@@ -165,16 +165,14 @@ def read(text: str, names: Set[str] = frozenset(), say: Print = str) -> Tensors:
             and any(wrapper + name in names for name in weights)
         ):
             weights = {wrapper + name: tensor for name, tensor in weights.items()}
-            say(f"weights: the weights lack {wrapper!r} before their names, which is put there")
+            say(f"weights: they lack {wrapper!r} before their names, which is put there")
 
         if left_out := len(parts[place]) - len(weights):
             say(
                 f"weights: {left_out} tensors are left out, whose names do not begin with {prefix!r}"
             )
         if prefix or place:
-            say(
-                f"weights: the weights are those after {place + prefix!r} in the names of {path.name}"
-            )
+            say(f"weights: those after {place + prefix!r} in the names of {path.name}")
 
         return _finite(weights)
     except Exception as error:  # torch and safetensors raise several types for damaged files

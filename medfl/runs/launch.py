@@ -60,8 +60,10 @@ from medfl.storage import (
     read_summary,
     record_of,
     require_unused,
+    write_json,
 )
 from medfl.storage.places import folder_to_resume
+from medfl.storage.run_documents import PLAN, plan_in
 from medfl.storage.run_integrity import read_verified_run, verified_manifest
 from medfl.training.accelerate.arithmetic import run_precision
 from medfl.training.accelerate.precision import tf32, threads
@@ -726,6 +728,9 @@ def open_folder(
 
     text_record.save(plan.bundle, plan.run, plan.method, path)
     folder.write_run(plan.run, {**plan.extra(command), **extra})
+    if choices := plan_in(Path(plan.bundle.source, "docs")):
+        write_json(path / PLAN, choices)
+
     if len(plan.run.partition.sites) <= LISTED:
         site_chart.plot(plan.partition, plan.sections, plan.bundle.classes, path / "partition.png")
 

@@ -203,6 +203,8 @@ CALIBRATION: Form = {
     "notes": list[str],
 }
 BEST: Form = {"round": Round, "value": float}
+PLAN = "plan.json"
+PLANNED: Form = {"choices": list[Document], "sites_that_differ": list[str]}
 _STATE = re.compile(
     r"([0-9]{6,7}-(server|best|site-[A-Za-z0-9_~%-]*)|best-server)\.safetensors", re.ASCII
 )
@@ -339,6 +341,14 @@ def read_summary(path: Path) -> Document:
 def read_calibration(path: Path) -> Document:
     """Return the entries of a calibration.json; InputError if it cannot be read, or one is of another type."""
     return read_document(path, CALIBRATION, CALIBRATION)
+
+
+def plan_in(folder: Path) -> Document:
+    """Return the plan.json in the docs of a planned bundle, or in its run's folder; {} if it has none of ours."""
+    try:
+        return read_document(folder / PLAN, PLANNED, PLANNED)
+    except InputError:
+        return {}
 
 
 def _apart(value: Config) -> tuple[Document, list[object]]:

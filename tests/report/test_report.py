@@ -84,6 +84,25 @@ def test_site_figures_are_those_of_sites_csv(make: Make) -> None:
     )
 
 
+def test_a_plan_is_explained(make: Make) -> None:
+    folder = make()
+    choices = [
+        {"choice": "batch_size", "value": 2, "because": "<b>0.4 GB</b>", "changed_by": "--memory"},
+        {"choice": "network", "value": {"strides": [[1, 1], [2, 2]], "filters": [8, 16, 32, 64]}},
+    ]
+    plan = {"choices": choices, "sites_that_differ": ["north: no case of liver"], "form": "x"}
+    (folder / "plan.json").write_text(json.dumps(plan))
+    text, page = render(folder)
+    words = "".join(page.text.split())
+    assert "North:nocaseofliver." in words
+    assert "batchsize2<b>0.4GB</b>--memory" in words
+    assert "networkstrides1×1,2×2;filters8,16,32,64" in words
+    assert 'href="#plan"' in text
+    for other in ({"choices": "all"}, [], {**plan, "sites_that_differ": [1]}):
+        (folder / "plan.json").write_text(json.dumps(other))
+        assert 'id="plan"' not in render(folder)[0]
+
+
 def test_confusion_matrix_by_hand(make: Make) -> None:
     folder = make(sites=2)
     pairs = [(0, 0), (0, 0), (0, 0), (0, 1), (1, 1), (2, 1)]

@@ -329,7 +329,7 @@ def test_of_two_sets_of_weights_in_a_checkpoint_the_first_is_taken_and_the_other
     assert weights_sha256(found) == weights_sha256(first[1])
     assert said == [
         f"weights: c.pt has such names after {second[0]!r} too, left out",
-        f"weights: the weights are those after {first[0]!r} in the names of c.pt",
+        f"weights: those after {first[0]!r} in the names of c.pt",
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import itertools
 import json
 import re
@@ -440,6 +441,11 @@ def test_from_folders_to_a_round(
     )
     row = run.predict()[0]
     assert row["mask"].shape == nib.load(next((folder / "images").glob(f"{row['id']}*"))).shape
+
+    choices = json.loads((tmp_path / "run" / "plan.json").read_text())["choices"]
+    assert choices == record["choices"]
+    page = html.unescape((tmp_path / "run" / "report.html").read_text())
+    assert all(choice["because"] in page for choice in choices)
 
     # its validation cases decided on the components, and an evaluation does not decide anew
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
