@@ -403,8 +403,9 @@ def test_an_interrupted_run(run: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def edited_case(run: Path) -> None:
-    lines = (run / "predictions.csv").read_text().splitlines()
-    (run / "predictions.csv").write_text("\n".join(lines[:3]))
+    head, first, *lines = (run / "predictions.csv").read_text().splitlines()
+    first = f"gone,{first.partition(',')[2]}"
+    (run / "predictions.csv").write_text("\n".join([head, first, *lines]))
 
 
 def edited_partition(run: Path) -> None:

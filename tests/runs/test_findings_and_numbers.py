@@ -161,6 +161,10 @@ def cross_validated(run: Path, root: Path, rewritten: Any = lambda number, row: 
             writer.writeheader()
             writer.writerows(own)
 
+        summary = json.loads((fold / "summary.json").read_text())
+        summary["table_rows"]["predictions.csv"] = len(own)
+        (fold / "summary.json").write_text(json.dumps(summary))
+
     record = {"folds": 2, "bundle": "parts", "images": ["a", "b"], "command": None}
     empty: dict[str, Any] = dict.fromkeys(("options", "config", "requested", "settings"), {})
     (root / "folds.json").write_text(json.dumps(record | empty))

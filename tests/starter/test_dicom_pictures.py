@@ -122,6 +122,6 @@ def test_series_in_subfolders_stay_volumes_and_no_dicom_file_is_a_pictures_mask(
     (tmp_path / "two" / "masks" / "a.dcm").rename(tmp_path / "two" / "masks" / "a.txt")
     with pytest.raises(
         InputError,
-        match=r"masks has no image: its files end in \.txt; .*or folders of a DICOM series",
+        match=r"masks has no image: its files end in \.txt; files that end in \.jpg, .*\.tiff; convert",
     ):
         starter.survey(tmp_path / "two" / "images", tmp_path / "two" / "masks")
