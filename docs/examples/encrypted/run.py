@@ -32,7 +32,6 @@ from medfl.core.errors import InputError, MedflError, RunError
 from medfl.core.release import pip_install
 from medfl.flare.files import participants
 from medfl.flare.job import require_flare
-from medfl.flare.poc import SERVER, ProofOfConcept
 from medfl.flare.wire import wire_names
 from medfl.runs.launch import federate
 from medfl.storage.files import load_weights
@@ -70,6 +69,7 @@ def executed(
     import tenseal  # type: ignore[import-untyped]
     from encrypted_server import NEEDED, SERVER_KEYS, SITE_KEYS, job
     from encrypted_site import MEAN, RULES, SITES, EncryptedSite
+    from proof_of_concept import SERVER, ProofOfConcept
 
     require_unused(out)
     if not methods.has_fedavg_server(methods.method_class(requested["method"])):
