@@ -134,12 +134,6 @@ def _defaults(entry: Document) -> str:
     return " ".join(defaults) or "-"
 
 
-def _authors(paper: str) -> str:
-    """Return the authors and the year in brackets at the end of a paper's title; the whole text without brackets."""
-    authors = re.search(r"\(([^()]*\d{4})\)$", paper)
-    return authors[1] if authors else paper
-
-
 def methods_text(document: Document) -> str:
     """Return the table of methods, or the page of one, as wide as the screen at most."""
     if "methods" not in document:
@@ -162,7 +156,8 @@ def methods_text(document: Document) -> str:
             travels_text(e),
             "yes" if e["plain_host"] else "no",
             _defaults(e),
-            _authors(e["paper"]),
+            # authors and year in brackets at its end, the whole title without brackets
+            re.sub(r".*\(([^()]*\d{4})\)$", r"\1", e["paper"]),
         ]
         for e in document["methods"]
     ]

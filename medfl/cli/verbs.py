@@ -72,6 +72,7 @@ def command() -> NoReturn:
     code = 1
 
     def leave() -> None:
+        """End the process with its code."""
         with suppress(OSError, ValueError):  # on a full disk Python itself reports it at exit
             sys.stdout.flush()
             sys.stderr.flush()
@@ -89,7 +90,7 @@ def main(arguments: Sequence[str] | None = None, *, own_process: bool = False) -
     words = list(sys.argv[1:] if arguments is None else arguments)
     terminal.mend_streams()
     if own_process:
-        warnings.formatwarning = terminal.warn_plainly  # type: ignore[assignment]
+        warnings.formatwarning = terminal.warn_plainly  # type: ignore[assignment]  # takes any text
 
     options = None
     try:

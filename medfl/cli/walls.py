@@ -284,6 +284,7 @@ def _kept(worker: int, showing: Sequence[Thread], kept: str) -> int:
     """
 
     def signalled(number: int, _: object) -> None:
+        """Pass a signal on to the worker."""
         with suppress(ProcessLookupError):
             os.kill(worker, number)
 

@@ -493,6 +493,7 @@ def _entry(*keys: str) -> RunValue:
     """Return a reader of a summary's entry by its keys, None if a run has none."""
 
     def read_entry(run: RunFiles) -> float | None:
+        """Return the entry as a finite number."""
         value: Any = run.summary
         for key in keys:
             value = (value or {}).get(key)

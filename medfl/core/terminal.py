@@ -42,9 +42,11 @@ _warned = set[str]()
 def warn_plainly(message: object, *_: object) -> str:
     """Return a library's warning as a line without its place in the installation, and "" the next time."""
     text = f"warning: {' '.join(str(message).split())}\n"
-    line = text * (text not in _warned)
+    if text in _warned:
+        return ""
+
     _warned.add(text)
-    return line
+    return text
 
 
 def mend_streams() -> None:

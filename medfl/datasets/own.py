@@ -636,13 +636,12 @@ def grouped(
     records: Sequence[Record], names: Sequence[str], group_by: str | None
 ) -> Sequence[Record]:
     """Return records with the patients that an expression finds in their names, or else that DICOM headers state."""
-    patients: Sequence[str | None]
     if group_by and records:
         patients = grouping.by_names(group_by, names)
     else:
         patients = [dicom.patient(record.image.split(JOINED)[0]) for record in records]
         # two for many images are no patients, but what a program wrote for all
-        if "" in patients or len({*patients}) < len(SECTIONS):
+        if None in patients or len({*patients}) < len(SECTIONS):
             return records
 
     of_patients = []

@@ -12,6 +12,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict
+from functools import partial
 from importlib import metadata
 from itertools import product
 from pathlib import Path
@@ -149,10 +150,7 @@ def run_record(trained: RunNetworks) -> Document:
     run = {**trained.document, **trained.run.to_dict(), "device": device}
     run = without(run, ["bundle_path", "site_class_counts"])
     run["data"] = without(run["data"], ["folder"])
-    sites = {}
-    for name, sections in run["partition"]["sites"].items():
-        sites[name] = map_values(len, sections)
-
+    sites = map_values(partial(map_values, len), run["partition"]["sites"])
     spec = _without_paths(run["partition"]["spec"])
     run["partition"] = {**run["partition"], "spec": spec, "notes": [], "sites": sites}
     run["command"] = _command(str(run.get("command", "")))

@@ -344,4 +344,4 @@ def _are_enough(run: RunFiles, predictions: Predictions) -> bool:
 def _draws(run: RunFiles, predictions: Predictions, name: str) -> Draws:
     """Return how often each draw contains each of these cases, (1 + draws, cases); the first contains all once."""
     drawn = bootstrap.draw(predictions.strata, derive(run.seed, "report", "differences", name))
-    return np.concatenate([np.ones((1, len(predictions)), np.int32), drawn])
+    return np.insert(drawn, 0, 1, axis=0)

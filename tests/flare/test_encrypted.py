@@ -56,8 +56,8 @@ def example() -> Iterator[SimpleNamespace]:
 
     yield SimpleNamespace(site=encrypted_site, server=encrypted_server, run=run)
     sys.path.remove(str(EXAMPLE))
-    for name in ("encrypted_server", "encrypted_site", "proof_of_concept", "run"):
-        sys.modules.pop(name, None)
+    for name in ("encrypted_server", "encrypted_site", "run"):
+        del sys.modules[name]
 
 
 def keys() -> tuple[Any, Any]:

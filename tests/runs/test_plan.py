@@ -349,7 +349,7 @@ def test_what_only_the_images_show_is_not_counted_in_the_list(
     """A site without a finding is not one whose data list has none."""
     bundle = SimpleNamespace(task=task, classes=("a",), kind=KINDS[task])
     plan = SimpleNamespace(bundle=bundle, sections={"train": [item]})
-    assert planning.Plan.counted.func(plan) == names  # type: ignore[attr-defined]
+    assert planning.Plan.counted.func(plan) == names  # type: ignore[attr-defined]  # of a cached property
 
 
 def test_a_method_with_a_schedule_over_the_rounds_follows_the_run(skin: str) -> None:

@@ -32,6 +32,7 @@ from medfl.core.errors import InputError, MedflError, RunError
 from medfl.core.release import pip_install
 from medfl.flare.files import participants
 from medfl.flare.job import require_flare
+from medfl.flare.poc import prepare, running
 from medfl.flare.wire import wire_names
 from medfl.runs.launch import federate
 from medfl.storage.files import load_weights
@@ -69,7 +70,6 @@ def executed(
     import tenseal  # type: ignore[import-untyped]
     from encrypted_server import NEEDED, SERVER_KEYS, SITE_KEYS, job
     from encrypted_site import MEAN, RULES, SITES, EncryptedSite
-    from proof_of_concept import SERVER, ProofOfConcept
 
     require_unused(out)
     if not methods.has_fedavg_server(methods.method_class(requested["method"])):
@@ -91,27 +91,27 @@ def executed(
     allowed = [*NEEDED, f"{EncryptedSite.__module__}.{EncryptedSite.__name__}"]
     path = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": str(run.threads)}
-    federation = ProofOfConcept(
-        out / FEDERATION, clients, allowed, encryption=True, environment=environment
-    )
+    federation = (out / FEDERATION).resolve()
+    kits = prepare(federation, clients, allowed, "--he")
     for name in clients:
-        (federation.kit(name) / "local" / "privacy.json").write_text(json.dumps(RULES, indent=1))
-    with federation:
+        (kits / name / "local" / "privacy.json").write_text(json.dumps(RULES, indent=1))
+    with running(federation, **environment) as session:
         say(f"a FLARE server and {len(clients)} sites are up")
-        number = federation.submit(folder.path / made.name)
+        number = session.submit_job(str(folder.path / made.name))
         status = ""
         while not status.startswith("FINISHED"):
             time.sleep(0.5)
-            status = federation.status(number)
-        logs = {name: federation.output(name) for name in clients}
-        keys = {SERVER: SERVER_KEYS, **dict.fromkeys(clients, SITE_KEYS)}
+            status = str(session.get_job_meta(number).get("status"))
+        logs = {}
+        for name in clients:
+            logs[name] = (kits / name / "poc_console.log").read_text(errors="replace")
+        keys = {"server": SERVER_KEYS, **dict.fromkeys(clients, SITE_KEYS)}
         contexts = {
-            n: tenseal.context_from((federation.kit(n) / file).read_bytes())
-            for n, file in keys.items()
+            n: tenseal.context_from((kits / n / file).read_bytes()) for n, file in keys.items()
         }
     found = [folder.path / SITES / MEAN.format(name) for name in run.partition.sites]
     if not status.endswith("COMPLETED") or not all(path.is_file() for path in found):
-        raise RunError(f"NVIDIA FLARE ended with {status}; its output is in {federation.folder}")
+        raise RunError(f"NVIDIA FLARE ended with {status}; its output is in {federation}")
     means = [load_weights(path) for path in found]
     plain = load_weights(out / PLAIN / "weights.safetensors")
     return {

@@ -764,17 +764,17 @@ def sitk() -> Untyped:
     return module
 
 
-def patient(image: str) -> str:
-    """Return the PatientID of a DICOM file, or of the series in a folder; "" if it has none, or for other images."""
+def patient(image: str) -> str | None:
+    """Return the PatientID of a DICOM file, or of the series in a folder; None if it has none, or for other images."""
     files = [image]
     if os.path.isdir(image):
         files = [os.path.join(image, name) for name in sorted(os.listdir(image))]
 
     with suppress(InputError):  # told by what reads the pixels
         for header in filter(None, map(_header, filter(is_named_or_begins_so, files))):
-            return header.text("PatientID").strip()
+            return header.text("PatientID").strip() or None
 
-    return ""
+    return None
 
 
 def is_named_or_begins_so(file: str) -> bool:

@@ -620,8 +620,7 @@ def _rows_of(columns: Sequence[Sequence[float]]) -> list[tuple[float, ...]]:
     """Return the values of each row, () where all are unknown."""
     rows = []
     for values in zip(*columns, strict=True):
-        is_known = not all(map(math.isnan, values))
-        rows.append(values if is_known else ())
+        rows.append(() if all(map(math.isnan, values)) else values)
 
     return rows
 

@@ -75,7 +75,7 @@ class Final(NamedTuple):
 
 
 @dataclass
-class _Tested:
+class _FinalModel:
     """A model at the end of a run: the outcomes of its test items by site and in all, and their scores.
 
     `last` and `best` are the rounds' scores in all; None if the round was not scored.
@@ -308,8 +308,8 @@ class Scoring:
             personal_cases = Cases.concat(list(personal_by_site.values()))
 
         # newcomers have no personal model, so they are listed with the received one
-        received = self._tested_model({**global_by_site, **newcomers}, global_cases)
-        personal = self._tested_model(personal_by_site, personal_cases)
+        received = self._final_model({**global_by_site, **newcomers}, global_cases)
+        personal = self._final_model(personal_by_site, personal_cases)
         tallies = self.dispatcher.workers.tallies
         examined = tally.examined(tallies, self.kind.decides, self.key)
         if examined is not None:
@@ -385,8 +385,10 @@ class Scoring:
 
         return Final(summary, judged.cases)
 
-    def _tested_model(self, by_site: CasesByName, pooled: Cases | None) -> _Tested:
-        return _Tested(by_site, self._of_sites(by_site), pooled, self._scored(self.last, pooled))
+    def _final_model(self, by_site: CasesByName, pooled: Cases | None) -> _FinalModel:
+        return _FinalModel(
+            by_site, self._of_sites(by_site), pooled, self._scored(self.last, pooled)
+        )
 
     def _spread(
         self, by_site: Mapping[str, float | None], cases_of: Mapping[str, Cases]
@@ -633,7 +635,7 @@ class Scoring:
 
         return self._scored(best["round"], cases)
 
-    def _write_sites(self, received: _Tested, personal: _Tested) -> None:
+    def _write_sites(self, received: _FinalModel, personal: _FinalModel) -> None:
         federation = self.federation
         rows = []
         for name in federation.names:
