@@ -94,8 +94,7 @@ def _measure(federation: Federation, link: Connection) -> None:
 
 def _large(federation: Federation) -> bool:
     """Tell whether a batch of training images has more than a million values."""
-    name = federation.participants[0]
-    x, _ = next(federation.site(name, 1).train.batches(1), (None, None))
+    x, _ = next(federation.site(federation.participants[0], 1).train.batches(1), (None, None))
     return isinstance(x, torch.Tensor) and x.numel() * federation.run.batch_size > 1_000_000
 
 

@@ -319,9 +319,8 @@ def shares_under_cap(replies: Messages, run: Run) -> Metrics:
     if run.max_share is None or len(sample_counts(replies)) < len(replies):
         return {}
 
-    claimed = sample_shares(replies)
     capped = sample_shares(with_effective_counts(replies, run))
-    return _under("said", claimed) | _under("share", capped)
+    return _under("said", sample_shares(replies)) | _under("share", capped)
 
 
 def _under(kind: str, values: Mapping[str, float]) -> Metrics:
