@@ -728,7 +728,7 @@ def open_folder(
 
     text_record.save(plan.bundle, plan.run, plan.method, path)
     folder.write_run(plan.run, {**plan.extra(command), **extra})
-    if choices := plan_in(Path(plan.bundle.source, "docs")):
+    if choices := plan_in(Path(plan.bundle.source or os.devnull, "docs")):
         write_json(path / PLAN, choices)
 
     if len(plan.run.partition.sites) <= LISTED:
